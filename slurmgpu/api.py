@@ -59,13 +59,13 @@ class RunHandle:
     def __getitem__(self, name: str) -> ColumnData:
         if not isinstance(name, str):  # also raised by iteration
             raise TypeError(
-                f"{name!r} names no column; rows are in rows() and, once the run has ended, in results().row(number), "
-                f"columns in [name]."
+                f"{name!r} is not a column's name; use [name] for columns, rows() for rows, and once the run has "
+                f"ended results().row(number)."
             )
         merged = self.results()
         if n_failed := int(merged.failed.sum()):
             failed = count_of(n_failed, "item")
-            log.warning("%s: %s failed, whose values in %r are blank. results().errors says why.", self, failed, name)
+            log.warning("%s: %s failed; their values in %r are blank. results().errors says why.", self, failed, name)
         return merged[name]
 
     @property
@@ -217,7 +217,7 @@ def submit_all(
     source, look = _source(run_file), look_at(items, limit)
     variants = variants_of(source, values, _path(run_dir), look)
     if variants is None:
-        raise SlurmGPUError("[sweep] varies no key of the run file, so there is one run: slurmgpu.submit submits it.")
+        raise SlurmGPUError("[sweep] varies no key of the run file, so there is one run. Use slurmgpu.submit.")
     with drafted(source, variants, others, look) as drafts, settings_asked_once():
         for note in (*drafts.notes(), *(note for _, draft in drafts.to_submit for note in draft.notes)):
             _warn(note)

@@ -177,5 +177,5 @@ def part_as_json(things: Sequence[Any], compute: Callable[[Sequence[Any]], Seque
         return json.dumps(values).encode()
     except TypeError as error:
         raise TypeError(
-            f"{error}: `divide` takes values of what JSON holds; `.tolist()` makes them of NumPy's"
+            f"{error}: `divide` takes values that JSON can hold; convert NumPy's with `.tolist()`"
         ) from error

@@ -80,8 +80,8 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
     known = {line["submission"]: code for line in run.submissions() if (code := snapshots.code_of([line]))}
     if not known:
         raise SlurmGPUError(
-            f"--code {named}: {run.folder} was never submitted, and has no former code. Leave it out: the code is "
-            f"taken as it is now."
+            f"--code {named}: {run.folder} was never submitted, so it has no former code. Leave the option out to use "
+            f"the current code."
         )
     last = max(known)
     wanted = known[last]["digest"] if named == _FORMER else named
@@ -93,11 +93,11 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
     number = chosen[-1]
     digest = known[number]["digest"]
     found = snapshots.read(run.folder, digest)  # before anything is queued
-    notes = [f"It computes with the code of submission {number}, {_short(run, digest)}."]
+    notes = [f"The code of submission {number} is used, {_short(run, digest)}."]
     if changed := snapshots.read_and_changed(found.read):
         notes.append(
-            f"Its code reads {some_of(changed, _MANY_NAMED)}, which changed since: put it back as it was, or these "
-            f"rows are by unknown code."
+            f"That code reads {some_of(changed, _MANY_NAMED)}, which has changed since. Restore it; otherwise these "
+            f"rows count as computed by unknown code."
         )
     return known[number], notes
 
@@ -132,7 +132,7 @@ def _changed(run: Run, former: Snapshot, now: Snapshot) -> list[str]:
     if former.digest == now.digest:
         return [f"Since submission {last} the user's code is unchanged, but versions have changed: {what}."]
     return [
-        f"The code has changed since submission {last}: {what}. New rows are by {_short(run, now.digest)}, "
-        f"former ones by {_short(run, former.digest)}; `slurmgpu resubmit --code former {run.typed}` "
+        f"The code has changed since submission {last}: {what}. New rows are computed by {_short(run, now.digest)}, "
+        f"former ones were by {_short(run, former.digest)}; `slurmgpu resubmit --code former {run.typed}` "
         f"uses the former code."
     ]

@@ -93,7 +93,7 @@ def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, 
     except TypeError as error:
         raise SlurmGPUError(
             f"{shown_name(function)} cannot be called as function({', '.join(arguments)}): {error}."
-            + (" What load returns is its second argument; take it, also where you do not use it." if loads else "")
+            + (" Its second argument is what load returns; the function must accept it." if loads else "")
         ) from error
     except ValueError:
         pass  # some of C have no signature
@@ -114,7 +114,7 @@ def import_named(name: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        raise SlurmGPUError(f"{module} has no function {path!r}. It was there when the run was planned.")
+        raise SlurmGPUError(f"{module} no longer has the function {path!r}, which it had when the run was planned.")
     return found
 
 
@@ -141,9 +141,9 @@ def _refuse_secrets(arguments: Sequence[str], file: str) -> None:
         name = before.lstrip("-") if before.startswith("-") else ""
         if hidden(text, name) != text and not _OF_TEXTS.fullmatch(f"{name} {text}"):
             raise SlurmGPUError(
-                f"{file} reads the command line, which tasks get with the plan, and the plan may be read by others: "
-                f"found what looks like a secret{f' behind {before}' if name else ''}. Hand it over in a variable of "
-                f"the environment."
+                f"{file} reads the command line, which is stored in the plan, where others may read it, and it has "
+                f"what looks like a secret{f' after {before}' if name else ''}. Pass the secret in an environment "
+                "variable."
             )
 
 
@@ -203,15 +203,16 @@ def unpack(path: Path, planned: Pickled) -> dict[str, Callable[..., Any] | None]
     """
     if (python := planned["python"]) != minor_version():
         raise SlurmGPUError(
-            f"{path} has a function of Python {python}, and this is Python {minor_version()}. Submit from Python "
-            f"{minor_version()}, use an image with Python {python}, or put the function into a module, to be imported."
+            f"{path} has a function pickled by Python {python}, but this is Python {minor_version()}. Submit from "
+            f"Python {minor_version()}, use an image with Python {python}, or put the function into a module to be "
+            "imported."
         )
     try:
         content = read_own(path, max_bytes=2 * pickling.MOST_BYTES)
     except (FileNotFoundError, PermissionError, UnusableFileError) as error:
         raise SlurmGPUError(
-            f"{path}, the function of this run, is not used: {error.strerror}. Only the user who submitted it can "
-            f"compute it; in a folder of your own, map the function again."
+            f"{path}, the function of this run, cannot be read: {error.strerror}. Only the user who submitted it can "
+            f"compute it. Map the function again in your own folder."
         ) from error
     if hashlib.sha256(content).hexdigest() != planned["sha256"]:
         raise SlurmGPUError(f"{path} is not the function that the run was submitted with. Map the function again.")
@@ -253,8 +254,8 @@ def _why_not(functions: Mapping[str, Callable[..., Any] | None], error: CannotPi
     what = ", and ".join(f"the variable {name!r} {why}" for name, why in list(found.items())[:_NAMED])
     whose = " and ".join(shown_name(function) for function in functions.values() if function is not None)
     return (
-        f"{whose} cannot be sent to tasks: {what or f'it {error}'}. Make it in `load`, which is called on the node, "
-        f"read it from a file there, or put it into a module, which is imported."
+        f"{whose} cannot be sent to tasks: {what or f'it {error}'}. Create it in `load`, which runs on the node, "
+        f"read it from a file there, or put it into a module that tasks import."
     )
 
 
@@ -276,7 +277,7 @@ def _read_in_fresh_process(content: bytes, folder: Path, arguments: Sequence[str
         done = subprocess.run(command, input=content, capture_output=True, env=environ, cwd=folder, timeout=_CHECK_S)
     except subprocess.TimeoutExpired as error:
         raise SlurmGPUError(
-            f"A fresh process was not done with importing what the function needs in {_CHECK_S:g} s. Import less at "
+            f"Importing what the function needs takes a new process more than {_CHECK_S:g} s. Import less at "
             f"the top of its modules."
         ) from error
     try:
@@ -287,8 +288,8 @@ def _read_in_fresh_process(content: bytes, folder: Path, arguments: Sequence[str
         raise SlurmGPUError(answer["refusal"])
     if "error" in answer:
         raise SlurmGPUError(
-            f"The function cannot be read in a fresh process, as tasks do: {answer['error']}. What it needs must be "
-            f"importable in {folder} or installed."
+            f"The function cannot be loaded in a new process, as tasks load it: {answer['error']}. Whatever it imports "
+            f"must be installed, or importable from {folder}."
         )
     modules: list[str] = answer["modules"]
     return modules

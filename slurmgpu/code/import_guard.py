@@ -41,6 +41,6 @@ def refuse_if_importing(call: str) -> None:
 
 def _refusal(body: FrameType, call: str) -> str:
     return (
-        f"{body.f_code.co_filename}, line {body.f_lineno}, calls {call} when it is imported, and each task imports it: "
-        f"put the call under `if __name__ == '__main__':`."
+        f"{body.f_code.co_filename}, line {body.f_lineno}, calls {call} when it is imported, but each task imports it. "
+        f"Put the call under `if __name__ == '__main__':`."
     )

@@ -181,7 +181,7 @@ def _takes_source(loader: object, own: _Loader) -> bool:
     known = vars(loader).values() if hasattr(loader, "__dict__") else ()
     reader = next((each for each in (loader, *known) if isinstance(each, SourceFileLoader)), None)
     if reader is None:
-        log.warning("%s is imported from the snapshot of the code, and not by %s", own.name, type(loader).__name__)
+        log.warning("%s is imported from the snapshot of the code, not by %s", own.name, type(loader).__name__)
         return False
     if reader.path != own.path:
         return False

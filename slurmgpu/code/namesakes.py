@@ -28,22 +28,22 @@ def refuse_other_modules(files: Iterable[SourceFile], needed: Iterable[str], fol
     for name, path in sorted(there.items()):
         if (here := _file_of(name)) is not None and not Path(here).samefile(path):
             raise SlurmGPUError(
-                f"This process has imported {name} from {here}, and tasks would import {path}, as they look into "
-                f"{folder} first. Rename one of the two, or call from another folder."
+                f"This process imported {name} from {here}, but tasks will import {path}, because they search {folder} "
+                f"first. Rename one of the two, or call from another folder."
             )
     on_path = {os.path.realpath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each}
     for name in sorted({*needed} - there.keys()):
         archive = archive_of(getattr(sys.modules.get(name), "__spec__", None))
         if archive is not None and archive not in on_path:
             raise SlurmGPUError(
-                f"This process has imported {name} from {archive}, and tasks would not find it: the archive is not on "
-                f"PYTHONPATH. Unpack it into {folder}, or set PYTHONPATH={archive} before Python starts."
+                f"This process imported {name} from {archive}, but tasks will not find it, because the archive is not "
+                f"on PYTHONPATH. Unpack it into {folder}, or set PYTHONPATH={archive} before Python starts."
             )
         if (here := _own_file_of(name)) is not None and PathFinder.find_spec(top := name.partition(".")[0]) is None:
             outer = _folder_of(top) or Path(here).parent
             raise SlurmGPUError(
-                f"This process has imported {name} from {here}, and tasks would not find it: {outer} is neither "
-                f"{folder}, where they look, nor on sys.path. Call from there, or sys.path.append({str(outer)!r})."
+                f"This process imported {name} from {here}, but tasks will not find it: they search {folder} and "
+                f"sys.path, and {outer} is in neither. Call from {outer}, or sys.path.append({str(outer)!r})."
             )
 
 

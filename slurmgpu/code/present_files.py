@@ -52,9 +52,7 @@ class PresentFiles:
                 self._read_and_changed.add(each.path)
                 found.append(each.path)
         if found:
-            log.warning(
-                "changed since it was submitted, and read as it is now: %s. Rows are by unknown code", ", ".join(found)
-            )
+            log.warning("changed since it was submitted, so rows are computed by unknown code: %s", ", ".join(found))
         return found
 
     def expect_reads_again(self) -> None:

@@ -158,18 +158,18 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
         _expect_ours(run, path, path.with_suffix(""))
         value = json.loads(read_bytes(path))
         if value["format"] != SNAPSHOT_FORMAT or value["version"] != SNAPSHOT_VERSION:
-            raise ValueError(f"it is a {value['format']!r} of version {value['version']!r}")
+            raise ValueError(f"its format is {value['format']!r} version {value['version']!r}")
         files = tuple(_read_file(path.with_suffix(""), file, with_sources=with_sources) for file in value["files"])
         about = cast(CodeAbout, {key: value[key] for key in value if key not in _OF_THE_FILE})
         left_out, namespaces = (tuple(map(str, value[key])) for key in ("left_out", "namespaces"))
         reads = tuple(ReadFile(**each) for each in value["read"])
         snapshot = Snapshot(files, about, left_out, namespaces, reads)
         if snapshot.digest != digest:
-            raise ValueError(f"its files are those of {snapshot.digest}")
+            raise ValueError(f"its files belong to the snapshot {snapshot.digest}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SlurmGPUError(
             f"The snapshot of the code, {path}, cannot be used: {error or type(error).__name__}. "
-            f"`slurmgpu resubmit RUN` takes a new one of the present files."
+            f"`slurmgpu resubmit RUN` takes a new one of the current files."
         ) from error
     return snapshot
 
@@ -180,7 +180,7 @@ def _expect_ours(run: Path, *paths: Path) -> None:
     for path in (run / FOLDER, *paths):
         status = retried(path.lstat)
         if status.st_uid not in owners:
-            raise ValueError(f"{path} belongs to {name_in_words(status.st_uid)}, neither to you nor to the run's owner")
+            raise ValueError(f"{path} belongs to {name_in_words(status.st_uid)}, not to you or to the run's owner")
         if status.st_mode & OTHERS_WRITE and not is_trusted(run):
             raise ValueError(f"others may write {path} (mode {stat.S_IMODE(status.st_mode):04o})")
 
@@ -272,7 +272,7 @@ def _changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:
     if before.get("python") != now.get("python"):
         found.append(f"Python is {now.get('python')}, was {before.get('python')}")
     if before.get("image") != now.get("image"):
-        found.append("the image differs" if before.get("image") and now.get("image") else "it is with another image")
+        found.append("the image differs" if before.get("image") and now.get("image") else "only one has an image")
     return found
 
 

@@ -63,7 +63,7 @@ class TraceNotes:
         """Note a folder that cannot be listed; one that does not exist has no modules."""
         if not isinstance(error, FileNotFoundError):
             self.leave_out(
-                f"{error.filename} cannot be listed: modules in it are not in the snapshot: {error.strerror}."
+                f"{error.filename} cannot be listed ({error.strerror}), so its modules are not in the snapshot."
             )
 
     def sentences(self, read: Iterable[ReadFile], elsewhere: Mapping[str, str]) -> tuple[str, ...]:
@@ -77,37 +77,36 @@ class TraceNotes:
         if names := [file.name for file in read if file.path not in self.compiled]:
             found.append(
                 f"Tasks read these files when they run, not as they are now: {_some(names)}. "
-                f"After a change of one of them, the report counts further rows as by unknown code."
+                f"If one of them changes, the report counts later rows as computed by unknown code."
             )
         if self.choosing_gpus:
             found.append(
-                f"CUDA_VISIBLE_DEVICES is set by {some_of(self.choosing_gpus, _MANY_NAMED)}, to GPUs that may be "
-                f"another task's, or none. Leave that out: a task sees its own GPUs alone, as cuda:0 and so on."
+                f"{some_of(self.choosing_gpus, _MANY_NAMED)} sets CUDA_VISIBLE_DEVICES, perhaps to GPUs of another "
+                "task, or to none. Remove that: a task sees only its own GPUs, as cuda:0 and so on."
             )
         found += [
-            f"{script} writes {some_of(names, _MANY_NAMED)} by the same name in each call: calls that run at once "
-            f"overwrite each other's, and one may read what another has left. Take a part of the name from the command "
-            f"line, as in --out fits/{{id}}, unless each call has a working folder of its own, as behind "
+            f"{script} writes {some_of(names, _MANY_NAMED)} under the same name in each call, so calls that run at the "
+            f"same time overwrite each other's files. Take a part of the name from the command line, for example --out "
+            f"fits/{{id}}, or give each call its own working folder, for example with "
             f"bash -c 'cd \"$(mktemp -d)\" && …'."
             for script, names in self.outputs.items()
         ]
         if self.reading_array_id and not self.sets_array_id:
             scripts = some_of(list(self.reading_array_id), _MANY_NAMED)
             found.append(
-                f"{scripts} reads {ARRAY_ID}, which is the number of the task "
-                f"and not of the item: all calls of a task would find the same. Set it to a field of the items, as in "
-                f"-- env {ARRAY_ID}={{id}} ./run.sh."
+                f"{scripts} reads {ARRAY_ID}, which is the number of the task, not of the item: it is the same in all "
+                f"calls of a task. Set it to a field of the items, for example -- env {ARRAY_ID}={{id}} ./run.sh."
             )
         if self.waiting_steps:
             callers = some_of(list(self.waiting_steps), _MANY_NAMED)
             found.append(
-                f"{callers} calls srun without --overlap: in a job of Slurm its step waits for what the task itself "
-                f"holds, until the walltime ends. Write srun --overlap --mem=0 -n N."
+                f"{callers} calls srun without --overlap: in a Slurm job that step waits for resources that the task "
+                f"itself holds, until the walltime ends. Write srun --overlap --mem=0 -n N."
             )
         if elsewhere:
             found.append(
                 f"The code imports from folders that are not bound into the image; tasks import the image's versions, "
-                f"if any: {_some(f'{name} ({path})' for name, path in elsewhere.items())}. Put them beside the run "
+                f"if any: {_some(f'{name} ({path})' for name, path in elsewhere.items())}. Put them next to the run "
                 f"file, or install them in the image."
             )
         return tuple(found)

@@ -128,7 +128,7 @@ class Tracer:
             self._take(str(path), None, needed=needed)
         elif needed:
             raise SlurmGPUError(
-                f"The file {path} of the run's workload no longer exists. Put it back, or compute with the "
+                f"The file {path} of the run's workload no longer exists. Restore it, or compute with the "
                 f"snapshot of the last submission: --code former."
             )
 
@@ -242,7 +242,7 @@ class Tracer:
             n_files += len(names)
             if len(found) > _MANY_CONFIGURATIONS or n_files > MANY_BESIDE_CONFIGURATIONS:
                 self.notes.leave_out(
-                    f"{folder} has many files: whether all configurations in it stay as they are is not known."
+                    f"{folder} has many files, so it is not checked whether all configurations in it stay unchanged."
                 )
                 break
         for path in found[:_MANY_CONFIGURATIONS]:
@@ -320,7 +320,7 @@ class Tracer:
         try:
             self._follow_imports(file, tree)
         except RecursionError:  # an expression of a thousand operators
-            self.notes.leave_out(f"What {file.path} imports or reads is not known in full: it is nested too deeply.")
+            self.notes.leave_out(f"Some imports and reads of {file.path} are unknown, because it is nested too deeply.")
 
     def _follow_imports(self, file: _UserFile, tree: ast.Module) -> None:
         path = Path(file.path)
@@ -341,7 +341,7 @@ class Tracer:
             self.add_module(name, needed=needed)
             if needed and name in modules and (gone := self._locator.vanished(name)):
                 raise SlurmGPUError(
-                    f"{file.path} imports {name}, whose file {gone} no longer exists. Put it back, or compute "
+                    f"{file.path} imports {name}, whose file {gone} no longer exists. Restore it, or compute "
                     f"with the snapshot of the last submission: --code former."
                 )
         plugin_packages = set(imports.plugin_packages)
@@ -350,8 +350,8 @@ class Tracer:
             plugin_packages.add(package.partition(".")[0])
         elif imports.unknown_line and not imports.walks:
             self.notes.leave_out(
-                f"{file.path}, line {imports.unknown_line}, imports by a name that is computed at run time: such a "
-                f"module is not in the snapshot of the code, and tasks import the file on disk."
+                f"{file.path}, line {imports.unknown_line}, imports a module whose name is computed at run time. It is "
+                f"not in the snapshot of the code; tasks import the file on disk."
             )
         for name in sorted(name for each in plugin_packages for name in self._modules_below(each)):
             self.add_module(name)
@@ -391,7 +391,7 @@ class Tracer:
         """Add what a script of a shell names; its copy would start the present files of the folder in which it runs."""
         text = names_in_shell.commands_in(source)
         names = names_in_shell.names_in(text)
-        shown = self._shown(script) if script.name != "-c" else "the code behind -c"
+        shown = self._shown(script) if script.name != "-c" else "the code after -c"
         if names.chooses_gpus:
             self.notes.choosing_gpus.append(shown)
         if names.outputs:

@@ -6,7 +6,7 @@ May import: util, errors. Nothing else knows a runtime's options, its images or 
 import os
 
 INSIDE = "/opt/slurmgpu"
-"""Where slurmgpu, and what the workload is imported from, lie in the container: its PYTHONPATH."""
+"""The folder of slurmgpu and of the workload's packages in the container, for its PYTHONPATH."""
 IMAGE = "SLURMGPU_IMAGE"
 """The variable that names the image to a process that slurmgpu starts in one."""
 

@@ -51,7 +51,7 @@ class Apptainer(Runtime):
     homes = ("host", "private", "none")
     stages = ("none", "node", "unpack")
     can_be_strict = True
-    if_slow = 'is there no squashfuse on this node? With stage = "unpack" it is not needed'
+    if_slow = 'perhaps this node has no squashfuse; stage = "unpack" does not need it'
     definitions = ".def"
     identify = staticmethod(images.identify)
     same_image = staticmethod(images.same_image)
@@ -70,13 +70,13 @@ class Apptainer(Runtime):
         oldest = OLDEST[match[1]]
         if (int(match[2]), int(match[3])) < oldest:
             raise ContainerError(
-                f"this node has {said}, and slurmgpu needs {match[1]} {oldest[0]}.{oldest[1]} or newer (for --no-eval)",
+                f"this node has {said}, but slurmgpu needs {match[1]} {oldest[0]}.{oldest[1]} or newer (for --no-eval)",
                 node_at_fault=True,
             )
         return match[0]
 
     def unfit(self, container: Container, scratch: Path, home: str) -> str:
-        """A colon in a path of `--home SRC:DST`, which a strict container has not."""
+        """Refuse a colon in a path of `--home SRC:DST`, which a strict container does not use."""
         if container.home != "private" or container.strict or ":" not in f"{scratch}{home}":
             return ""
         what, to_do = "home directory", "Set another value of home"
@@ -85,7 +85,7 @@ class Apptainer(Runtime):
                 f"scratch folder {scratch}",
                 "Name another as [container] scratch, or set another value of home",
             )
-        return f'{self.title} takes no {what} with a colon in its path for home = "private". {to_do}'
+        return f'With home = "private", {self.title} takes no {what} with a colon in its path. {to_do}'
 
     def if_served(self, identity: Identity, how: str) -> str:
         """Advise unpacking a SIF, which squashfuse serves."""

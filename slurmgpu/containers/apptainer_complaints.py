@@ -1,4 +1,4 @@
-"""Messages of Apptainer and SingularityCE, at a start and of a build, and what each means."""
+"""Messages of Apptainer and SingularityCE at a start and during a build, and what each means."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NO_NAMESPACES = (
     "Ask the administrators for the package apptainer-suid, or exclude the node"
 )
 NO_FUSE = (
-    "this node gives no /dev/fuse, by which Apptainer reads a SIF; "
+    "this node gives no access to /dev/fuse, with which Apptainer reads a SIF; "
     'use an unpacked image ([container] stage = "unpack"), or exclude the node: \\g<0>'
 )
-DAMAGED = "the image is damaged or cut short; copy it again, or build it again: \\g<0>"
+DAMAGED = "the image is damaged or truncated; copy it again, or build it again: \\g<0>"
 
 RUNTIME = (
     Complaint(
@@ -36,16 +36,16 @@ RUNTIME = (
     ),
     Complaint(
         r"could not open image (\S+): (?:.*is not readable by the current user|.*permission denied)",
-        r"you may not read the image \1; `ls -l` it, and let its owner give you access",
+        r"you may not read the image \1; check it with `ls -l`, and ask its owner for access",
     ),
     Complaint(
         r"the image's architecture \((\S+)\) could not run on the host's \((\S+)\)",
-        r"the image is built for \1, and this node is \2; build it on a machine like this node",
+        r"the image is built for \1, but this node is \2; build it on a machine like this node",
         node_at_fault=True,
     ),
     Complaint(
         r"required option --passphrase or --pem-path missing|cannot decrypt",
-        "the image is encrypted, and slurmgpu hands no key to a task; use an image that is not",
+        "the image is encrypted, and slurmgpu passes no key to tasks; use an unencrypted image",
     ),
     Complaint(
         r"fuse: failed to open /dev/fuse: .*|open(?:ing)? /dev/fuse: .*|fuse: device (?:/dev/fuse )?not found",
@@ -61,13 +61,14 @@ RUNTIME = (
     ),
     Complaint(
         r"mount source (.+?) doesn't exist",
-        r"the folder \1, which is to be bound into the container, does not exist on this node",
+        r"the folder \1, which should be bound into the container, does not exist on this node",
         node_at_fault=True,
     ),
     Complaint(
         r"destination \S+ doesn't exist in container|mount \S+->\S+ error: .*(?:no such file|read-only file system)",
-        "a bind has no place in the container: \\g<0>. Where Apptainer has no overlay, the image must have the "
-        "folder. If it has it, and another mount hides it (strict = true hides the image's /tmp), bind it elsewhere",
+        "the destination of a bind is missing in the container: \\g<0>. Without an overlay in Apptainer, the image "
+        "must have the folder. If another mount hides it (strict = true hides the image's /tmp), bind to another "
+        "destination",
     ),
     Complaint(
         r"failed to set working directory: chdir (.+?): no such file",
@@ -98,12 +99,12 @@ RUNTIME = (
     ),
     Complaint(
         r"unknown userid (\d+)",
-        r"this node does not know the user \1 (no entry in passwd or LDAP), and Apptainer refuses to work without one",
+        r"this node does not know the user \1 (no entry in passwd or LDAP), which Apptainer needs",
         node_at_fault=True,
     ),
     Complaint(
         r"unknown (?:shorthand )?flag: (\S+)",
-        r"the runtime on this node is too old, or another one: it does not know the option \1",
+        r"the runtime on this node does not know the option \1: it is too old, or a different one",
         node_at_fault=True,
     ),
     Complaint(
@@ -114,7 +115,7 @@ RUNTIME = (
     ),
     Complaint(
         r"while extracting|root filesystem extraction failed",
-        "this node has no squashfuse, so that Apptainer unpacks the whole image at every start, and that failed: "
+        "this node has no squashfuse, so Apptainer unpacks the whole image at every start, which failed: "
         'have squashfuse installed, or use [container] stage = "unpack"',
         node_at_fault=True,
     ),
@@ -126,7 +127,7 @@ SHELL = (
     Complaint(
         # If the kernel cannot execute a program, Apptainer runs it as a script of the image's shell.
         r"(?m)^(/\S+): (?:line )?\d+: (?:[Ss]yntax error|.*not found|.*cannot execute).*",
-        "the image's program does not run on this node, perhaps as it is for another kind of processor: \\g<0>",
+        "the image's program does not run on this node, perhaps because it is for another kind of processor: \\g<0>",
     ),
     Complaint(r"source: read /\.singularity\.d/\S+: input/output error", DAMAGED, is_damage=True),
 )
@@ -136,24 +137,24 @@ SHELL = (
 BUILD = {
     r"no space left on device": "a disk is full. The build works in /tmp; APPTAINER_TMPDIR names another folder, which "
     "must be on a local disk, and needs three times the image's size",
-    r"CERTIFICATE_VERIFY_FAILED|x509: certificate signed by unknown authority": "a server's certificate is not known: "
-    "is this network's authority a private one? docs/how-to/build-an-image.md says how to bring its certificate in",
+    r"CERTIFICATE_VERIFY_FAILED|x509: certificate signed by unknown authority": "a server's certificate is not known; "
+    "if this network has its own authority, docs/how-to/build-an-image.md says how to add its certificate",
     r"toomanyrequests|TOOMANYREQUESTS": "the registry has served this address too often today; "
     "log in (`apptainer registry login`), or give another base with --base",
     r"manifest unknown|MANIFEST_UNKNOWN|requested access to the resource is denied": "the registry has no such base "
-    "image; --base names another",
+    "image; name another with --base",
     r"no such host|Temporary failure (?:in name )?resol|Network is unreachable|i/o timeout|connection refused": "there "
-    "is no way from here to the registry or to PyPI. Build where there is one, or offline: --base BASE.sif and wheels "
-    "with --bind WHEELS:/mnt:ro",
+    "is no connection to the registry or to PyPI. Build on a machine that has one, or offline: --base BASE.sif, and "
+    "wheels with --bind WHEELS:/mnt:ro",
     r"No matching distribution found for (\S+)": r"pip finds no package \1, or none for the image's Python; "
     r"offline, it must be among the wheels in /mnt",
-    r"failed to change uid|set_attributes": "the base was packed with other owners than root, and a normal user "
-    "cannot unpack it. Build the base with --mksquashfs-args -all-root, or start from a registry",
+    r"failed to change uid|set_attributes": "files in the base image have owners other than root, so a normal user "
+    "cannot unpack it. Build the base with --mksquashfs-args -all-root, or use one from a registry",
     r"searching for mksquashfs": "mksquashfs is not on PATH: install squashfs-tools, or build on another machine",
-    r"newuidmap was not found": "this machine lists you in /etc/subuid, and lacks newuidmap (package uidmap): "
+    r"newuidmap was not found": "this machine lists you in /etc/subuid, but lacks newuidmap (package uidmap): "
     "have it installed, or build on another machine",
     r"not allowed to create user namespace|user namespace (?:disabled|not supported)|apparmor_restrict_unprivileged":
-    "this machine forbids user namespaces, without which only root can build. Build on another machine",
+    "this machine forbids user namespaces; without them only root can build. Build on another machine",
     r"Requesting capability set": "Apptainer as root wants all capabilities, and some are missing here: build from an "
     "unpacked base, or set APPTAINER_DROP_CAPS, or build as a normal user",
     r"unknown flag: (\S+)": r"this version is too old: it does not know \1; Apptainer 1.2 does",
@@ -168,9 +169,9 @@ WRAPPER = re.compile(r"While performing build: .*\bexit status \d+$")
 
 
 def explain(said: str, returncode: int) -> ContainerError | None:
-    """Why a worker ended without an event, by its stderr; None if the container is not the cause.
+    """Why a worker ended without an event, from its stderr; None if the container is not the cause.
 
-    `returncode` as in `subprocess`: the runtime itself fails with 255, its starter with 1.
+    `returncode` is as in `subprocess`: the runtime itself fails with 255, its starter with 1.
     """
     lines = without_escapes(said).splitlines()
     of_runtime = "\n".join(line for line in lines if RUNTIME_LINE.match(line))
@@ -179,8 +180,8 @@ def explain(said: str, returncode: int) -> ContainerError | None:
         return found
     if returncode in BUS_ERROR:
         return ContainerError(
-            "the worker died of a bus error as it started: a signal ended the process that serves the image "
-            '(squashfuse_ll; [container] stage = "unpack" does without it), the image changed under it, '
+            "the worker died of a bus error at its start. Either a signal ended the process that serves the image "
+            '(squashfuse_ll; [container] stage = "unpack" does without it), or the image changed while in use, '
             "or /dev/shm is full",
             node_at_fault=True,
         )
@@ -195,7 +196,7 @@ def explain(said: str, returncode: int) -> ContainerError | None:
 
 
 def why_build_failed(said: str) -> str | None:
-    """Why a build failed, by its output; its last message if the cause is not known."""
+    """Why a build failed, from its output; its last message if the cause is unknown."""
     for pattern, meaning in BUILD.items():
         if match := re.search(pattern, said):
             return match.expand(meaning)

@@ -50,7 +50,7 @@ def exec_command(
 
 
 def needed_binds(binds: Sequence[Bind]) -> list[Bind]:
-    """The binds, and those of the targets of links on their paths, parents first; without those that others include."""
+    """The binds, plus binds for the targets of links on their paths, parents first, without redundant ones."""
     known: Known = {}
     kept: dict[str, Bind] = {}
     for bind in sorted(_where_links_lead(binds, known), key=lambda bind: (bind.dst.count("/"), bind.dst)):

@@ -1,4 +1,4 @@
-"""Messages on stderr of a container, or of its interpreter, that did not start, and what each means."""
+"""Messages on stderr of a container or an interpreter that did not start, and what each means."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Complaint:
 
 
 INTERPRETER = (
-    Complaint(r"slurmgpu needs Python 3\.\d+ or newer, and this is \d+\.\d+", "in the image: \\g<0>"),
+    Complaint(r"slurmgpu needs Python 3\.\d+ or newer, but this is \d+\.\d+", "in the image: \\g<0>"),
     Complaint(r"No module named '(numpy|h5py)'", r"the image has no \1; a worker needs NumPy and h5py in it"),
     Complaint(
         r"No module named 'encodings'",
-        "the image's Python does not find its own library: PYTHONHOME is set in the image, or a bind hides it",
+        "the image's Python does not find its standard library: PYTHONHOME is set in the image, or a bind hides it",
     ),
     Complaint(
         r"version `(GLIBC_[\d.]+)' not found \(required by (\S+)\)",

@@ -53,7 +53,7 @@ def inner_environment(
         if value is True:
             if name not in environ:
                 raise ContainerError(
-                    f"[container] env hands on {name}, which is not set in this task's environment. "
+                    f"[container] env passes on {name}, which is not set in this task's environment. "
                     f"Set it where you call `slurmgpu submit`, or in [slurm] setup"
                 )
             inside[name] = environ[name]

@@ -1,4 +1,4 @@
-"""Build an image from one of the definition files, by the first container runtime on PATH that does."""
+"""Build an image from one of the definition files, with the first container runtime on PATH that can."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def definition(name: str, suffix: str = ".def") -> Path:
         if path.exists():
             return path
     raise SlurmGPUError(
-        f"This installation lacks slurmgpu-{name}{suffix}; it should be in {folders[0]}. Install it again."
+        f"This installation lacks slurmgpu-{name}{suffix}, which should be in {folders[0]}. Reinstall slurmgpu."
     )
 
 
@@ -73,7 +73,7 @@ def build_image(
     A build that fails leaves OUTPUT.log, and raises a SlurmGPUError that says why.
     """
     if output.exists():
-        raise SlurmGPUError(f"{output} exists already, and runs may depend on it. Give another name, or remove it.")
+        raise SlurmGPUError(f"{output} already exists, and runs may depend on it. Give another name, or remove it.")
     if not output.absolute().parent.is_dir():
         raise SlurmGPUError(f"The folder of {output} does not exist.")
     binds = [_existing(bind) for bind in binds]

@@ -39,7 +39,7 @@ def identify(path: Path) -> Identity:
     here = platform.machine()
     if found["arch"] not in (None, here):
         raise SlurmGPUError(
-            f"{path} is built for {found['arch']}, and this machine is {here}. Build it on a machine like this."
+            f"{path} is built for {found['arch']}, but this machine is {here}. Build it on a machine like this."
         )
     return {**found, "size_bytes": status.st_size if found["kind"] == "sif" else None, "mtime_ns": status.st_mtime_ns}
 
@@ -51,7 +51,7 @@ def same_image(path: Path, identity: Identity) -> None:
     """
     try:
         if path.is_dir() != (identity["kind"] == "sandbox"):
-            raise other_image(path, f"it is no {identity['kind']}")
+            raise other_image(path, f"it is not a {identity['kind']}")
         if identity["kind"] == "sandbox":
             found = _sandbox(path)
             if found["sha256"] != identity["sha256"]:
@@ -94,7 +94,7 @@ def _sif(path: Path, sif: Sif) -> Identity:
 def _sandbox(path: Path) -> Identity:
     if not (path / ".singularity.d").is_dir():
         raise SlurmGPUError(
-            f"{path} is a directory, but no container image: it has no .singularity.d in it. "
+            f"{path} is a directory, but not a container image: it lacks .singularity.d. "
             f"`apptainer build --sandbox DIR IMAGE.sif` makes one."
         )
     try:

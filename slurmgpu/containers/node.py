@@ -1,4 +1,4 @@
-"""The needs of a container on its node, checked before anything is claimed and before a model is loaded."""
+"""Check what a container needs on its node, before anything is claimed and before a model is loaded."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _scratch(container: Container, environ: Mapping[str, str]) -> Path:
         kind = "disk_full" if error.errno in FULL else "container"
         raise ContainerError(
             f"the scratch folder {base} cannot be used on this node: {os.strerror(error.errno or 0)}. "
-            f"[container] scratch names another",
+            f"Name another with [container] scratch",
             kind=kind,
             node_at_fault=True,
         ) from error
@@ -129,11 +129,11 @@ def _check_binds(binds: Sequence[Bind]) -> None:
             gone = error.errno in (errno.ENOENT, errno.ENOTDIR)
             what = "does not exist" if gone else f"cannot be used ({os.strerror(error.errno or 0)})"
             raise ContainerError(
-                f"{bind.src}, which is to be bound into the container, {what} on this node",
+                f"{bind.src}, which should be bound into the container, {what} on this node",
                 node_at_fault=True,
             ) from error
         if sources.setdefault(bind.dst, bind.src) != bind.src:
-            raise ContainerError(f"{sources[bind.dst]} and {bind.src} are both to be bound to {bind.dst}")
+            raise ContainerError(f"{sources[bind.dst]} and {bind.src} have the same destination, {bind.dst}")
 
 
 def _runtime_version(runtime: Runtime, environ: Mapping[str, str]) -> str:
@@ -141,8 +141,8 @@ def _runtime_version(runtime: Runtime, environ: Mapping[str, str]) -> str:
     found = shutil.which(runtime.program, path=environ.get("PATH", os.defpath))
     if found is None:
         raise ContainerError(
-            f"{runtime.program} is not on this node's PATH. If it is a module here, load it in the run file: "
-            f'[slurm] setup = ["module load {runtime.program}"]',
+            f"{runtime.program} is not on this node's PATH. If this cluster has it as a module, load it in the run "
+            f'file: [slurm] setup = ["module load {runtime.program}"]',
             node_at_fault=True,
         )
     done = subprocess.run(

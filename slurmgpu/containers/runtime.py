@@ -1,6 +1,6 @@
-"""`Runtime`, the interface of a container runtime: everything in which runtimes differ; and runtimes by their names.
+"""`Runtime`, the interface of container runtimes: it has everything in which they differ; and runtimes by name.
 
-`containers/apptainer.py` implements it; other packages do by the entry-point group `slurmgpu.runtimes`.
+`containers/apptainer.py` implements it; other packages can, with the entry-point group `slurmgpu.runtimes`.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Runtime(ABC):
         for key, value, can in (("home", container.home, self.homes), ("stage", container.stage, self.stages)):
             if value not in can:
                 choice = " or ".join(f'"{each}"' for each in can)
-                raise SlurmGPUError(f'[container] {key} = "{value}" is not for {self.title}, which can {choice}.')
+                raise SlurmGPUError(f'{self.title} does not support [container] {key} = "{value}"; expected {choice}.')
         if container.strict and not self.can_be_strict:
-            raise SlurmGPUError(f"[container] strict = true is not for {self.title}. Remove the line.")
+            raise SlurmGPUError(f"{self.title} does not support [container] strict = true. Remove the line.")
 
     @abstractmethod
     def read_version(self, said: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The container of a run in run.json, and the error of a container that cannot work."""
+"""The container of a run in run.json, and the error for a container that cannot work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def other_image(path: Path, difference: str) -> ContainerError:
     """The error of an image that is not the one of the plan."""
     return ContainerError(
         f"the image {path} is not the one that this run was planned with: {difference}. "
-        f"Put the old one back, or plan a new run with this one"
+        f"Restore the old image, or plan a new run with this one"
     )
 
 
@@ -54,22 +54,22 @@ class Bind:
             parts = value.split(":")
             if len(parts) > 3 or (len(parts) == 3 and parts[2] not in ("ro", "rw")):
                 raise SlurmGPUError(
-                    f"bind {value!r} is not of the form SRC, SRC:DST or SRC:DST:ro. Each bind is a text of its own; "
-                    f'for a path that holds a colon write {{src = "…", dst = "…", ro = true}}.'
+                    f"bind {value!r} is not of the form SRC, SRC:DST or SRC:DST:ro. Write one text per bind; "
+                    f'for a path with a colon write {{src = "…", dst = "…", ro = true}}.'
                 )
             src, dst, read_only = parts[0], ":".join(parts[1:2]), parts[2:] == ["ro"]
         else:
             src, dst, read_only = value["src"], value.get("dst") or "", bool(value.get("ro"))
         if not src:
-            raise SlurmGPUError(f"bind {value!r} names no source.")
+            raise SlurmGPUError(f"bind {value!r} names no source; expected SRC:DST.")
         if not _rooted(src):
             if folder is None:
-                raise SlurmGPUError(f"bind {value!r}: the source must be an absolute path, and {src!r} is not.")
+                raise SlurmGPUError(f"bind {value!r}: the source must be an absolute path, but {src!r} is not.")
             src = whole_path(src, folder)
         if dst and not _rooted(dst):
             hint = f" For a read-only bind write {src}:{src}:ro." if dst in ("ro", "rw") else ""
             raise SlurmGPUError(
-                f"bind {value!r}: the path in the container must be absolute, and {dst!r} is not.{hint}"
+                f"bind {value!r}: the path in the container must be absolute, but {dst!r} is not.{hint}"
             )
         return cls(src, dst or src, read_only)
 
@@ -105,7 +105,7 @@ def expand(path: str, environ: Mapping[str, str], what: str = "the bind") -> str
     home = home_folder(environ)
     filled = VARIABLE.sub(value, home + path[1:] if path == "~" or path.startswith("~/") else path)
     if not filled.startswith("/"):
-        raise ContainerError(f"{what} {path} becomes {filled!r} on this node, which is no absolute path")
+        raise ContainerError(f"{what} {path} becomes {filled!r} on this node; expected an absolute path")
     return os.path.normpath(filled)
 
 
@@ -186,8 +186,8 @@ def check_env(env: Mapping[str, str | bool]) -> None:
         # With one name that no shell takes apptainer drops all variables, with exit code 0.
         if not NAME.match(name):
             raise SlurmGPUError(
-                f"[container] env: {name!r} is no name of a variable; it may hold letters, digits and underscores, "
-                f"and does not begin with a digit."
+                f"[container] env: {name!r} is not a valid name of a variable: use letters, digits and underscores, "
+                f"and no digit at the beginning."
             )
         if name == "HOME":
             raise SlurmGPUError('[container] env: HOME cannot be set; home = "private" gives an empty one.')

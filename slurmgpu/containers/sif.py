@@ -1,4 +1,4 @@
-"""The header of a SIF file: what kind of image it is, and whether it is whole.
+"""Read the header of a SIF file: what kind of image it is, and whether it is complete.
 
 The layout is that of github.com/apptainer/sif, pkg/sif/sif.go and descriptor.go, version 01: little-endian, packed.
 """
@@ -60,12 +60,12 @@ def read_sif(path: Path) -> Sif:
         head = file.read(HEADER.size)
         if len(head) < HEADER.size or HEADER.unpack(head)[1] != MAGIC:
             raise SlurmGPUError(
-                f"{path} is not a container image: a SIF file says SIF_MAGIC at byte 32, and this one does not. "
-                f"Images are made by `apptainer build` or `apptainer pull`."
+                f"{path} is not a container image: it lacks SIF_MAGIC at byte 32, which every SIF file has. "
+                f"Make images with `apptainer build` or `apptainer pull`."
             )
         _, _, version, arch, ident, created, _, _, total, offset, _, data_offset, data_size = HEADER.unpack(head)
         if version != b"01\0":
-            raise SlurmGPUError(f"{path} is of SIF version {version[:2].decode('ascii', 'replace')}; expected 01.")
+            raise SlurmGPUError(f"{path} has SIF version {version[:2].decode('ascii', 'replace')}; expected 01.")
         _check_whole(path, size, max(data_offset + data_size, offset + total * DESCRIPTOR.size))
         if not 0 < total <= MAX_DESCRIPTORS or offset < HEADER.size:
             raise SlurmGPUError(f"{path} is damaged: its header lists {total} objects. Copy or build it again.")
@@ -79,10 +79,10 @@ def read_sif(path: Path) -> Sif:
         root = _root(path, objects)
         kind, _, root_arch = PARTITION.unpack_from(root[13])
         if kind in (ENCRYPTED_SQUASHFS, GOCRYPTFS_SQUASHFS):
-            raise SlurmGPUError(f"{path} is encrypted, and slurmgpu hands no key to a task. Use an image that is not.")
+            raise SlurmGPUError(f"{path} is encrypted, and slurmgpu passes no key to tasks. Use an unencrypted image.")
         file.seek(root[5])
         if kind == SQUASHFS and file.read(4) != SQUASHFS_MAGIC:
-            raise SlurmGPUError(f"{path} is damaged: its root file system is no squashfs. Copy or build it again.")
+            raise SlurmGPUError(f"{path} is damaged: its root file system is not squashfs. Copy or build it again.")
         code = root_arch[:2] if root_arch[:2] in MACHINES else arch[:2]
         machine = MACHINES.get(code, f"unknown ({code.decode('ascii', 'replace')})")
         return Sif(str(uuid.UUID(bytes=ident)), machine, created, root[5], root[6], _labels(file, objects))
@@ -90,7 +90,7 @@ def read_sif(path: Path) -> Sif:
 
 def _check_whole(path: Path, size: int, needed: int) -> None:
     if needed > size:
-        raise SlurmGPUError(f"{path} is cut short: it has {size:,} bytes, and {needed:,} by its header. Copy it again.")
+        raise SlurmGPUError(f"{path} is truncated: it has {size:,} bytes; its header says {needed:,}. Copy it again.")
 
 
 def _root(path: Path, objects: list[tuple[Any, ...]]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Copies of images on a node's disk, which the first task makes, and which appear whole."""
+"""Copies of images on a node's disk: the first task makes one, and it appears whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYNC_BYTES = 1 << 28
 """Bytes between two fsyncs: a task that is to end must not wait for all of a large image."""
 UNPACKED_RATIO = 3.5
 """Bytes of an unpacked image for each of a SIF: 3.3 for a small one of Python, 3.6 for one of torch."""
-INSTEAD = '[container] scratch names another folder, and stage = "none" does without a copy'
+INSTEAD = 'Name another folder with [container] scratch, or use stage = "none", which needs no copy'
 
 
 def stage(image: Path, identity: Identity, folder: Path, how: str, pause: Pause = time.sleep) -> Path:
@@ -113,7 +113,7 @@ def _check_room(folder: Path, needed: float) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ContainerError(
-            f"there is no room for the image on this node: {folder} has {free / 1e9:.2f} GB left, and "
+            f"there is no room for the image on this node: {folder} has {free / 1e9:.2f} GB left, but "
             f"{needed / 1e9:.2f} GB are needed. {INSTEAD}",
             kind="disk_full",
             node_at_fault=True,

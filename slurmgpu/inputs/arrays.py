@@ -45,7 +45,7 @@ class _Place:
         content = np.empty((stop - start) * self.row_bytes, np.uint8)
         file.seek(self.begin + start * self.row_bytes)
         if file.readinto(content.data) != len(content):  # type: ignore[attr-defined]
-            raise SlurmGPUError(f"{path} was cut while it was read. Put it back as it was.")
+            raise SlurmGPUError(f"{path} was truncated while it was read. Restore it.")
         rows: NDArray[Any] = content.view(self.dtype).reshape((stop - start, *self.shape[1:]))
         return rows
 
@@ -90,18 +90,18 @@ def _open_npy(path: str) -> ArrayRows:
         mapped = np.lib.format.open_memmap(path, mode="r")  # reads the header; no mapped page is touched
     except ValueError as error:  # of another format, cut, without a row, or with Python objects
         raise SlurmGPUError(
-            f"{path} has no array of numbers or texts that is whole: {error}. Write it by np.save, without pickle."
+            f"{path} has no intact array of numbers or texts: {error}. Write it with np.save, without pickle."
         ) from error
     if not mapped.shape:
-        raise SlurmGPUError(f"{path} has a single value: expected an array, whose rows are the items.")
+        raise SlurmGPUError(f"{path} has a single value; expected an array, whose rows are the items.")
     if not mapped.flags.c_contiguous:
         raise SlurmGPUError(
-            f"{path} has its array in Fortran's order, where a row is spread over the file. Write it by "
+            f"{path} has an array in Fortran order, where a row is spread over the file. Write it with "
             f"np.save(path, np.ascontiguousarray(array))."
         )
     end, size = mapped.offset + mapped.nbytes, Path(path).stat().st_size
     if size != end:
-        raise SlurmGPUError(f"{path} has {size - end} bytes behind its array: expected one array. Write it again.")
+        raise SlurmGPUError(f"{path} has {size - end} bytes after its array; expected one array. Write it again.")
     return ArrayRows(path, {FIELD: _Place(mapped.offset, mapped.dtype, mapped.shape)}, mapped.dtype.names)
 
 
@@ -109,17 +109,17 @@ def _open_npz(path: str, *, verify: bool) -> ArrayRows:
     try:
         with zipfile.ZipFile(path) as archive:
             if odd := [name for name in archive.namelist() if not name.endswith(".npy")]:
-                raise SlurmGPUError(f"{path} has the member {odd[0]!r}: expected arrays alone, as np.savez writes.")
+                raise SlurmGPUError(f"{path} has the member {odd[0]!r}; expected only arrays, as np.savez writes.")
             is_large = sum(member.file_size for member in archive.infolist()) > MOST_BYTES
             arrays = _located(path, archive, verify=verify) if is_large else _loaded(path)
     except (ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
         raise SlurmGPUError(
-            f"{path} has no arrays of numbers or texts that are whole: {error}. Write it by np.savez."
+            f"{path} has no intact arrays of numbers or texts: {error}. Write it with np.savez."
         ) from error
     shapes = {name: array.shape for name, array in arrays.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
         said = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "none"
-        raise SlurmGPUError(f"{path} has the arrays {said}: expected as many rows in each. Write it again.")
+        raise SlurmGPUError(f"{path} has the arrays {said}; expected the same number of rows in each. Write it again.")
     return ArrayRows(path, arrays)
 
 
@@ -138,8 +138,8 @@ def _located(path: str, archive: zipfile.ZipFile, *, verify: bool) -> Mapping[st
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         size = sum(member.file_size for member in members)
         raise SlurmGPUError(
-            f"{path} has {size} bytes of compressed arrays, and at most {MOST_BYTES} are read into memory. Write it by "
-            f"np.savez, or each array as a .npy: these are read row by row."
+            f"{path} has {size} bytes of compressed arrays, but at most {MOST_BYTES} are read into memory. Write it "
+            "with np.savez, or each array as a .npy: these are read row by row."
         )
     if verify and (damaged := archive.testzip()) is not None:
         raise ValueError(f"Bad CRC-32 for file {damaged!r}")
@@ -161,7 +161,7 @@ def _places(file: BinaryIO, members: Sequence[zipfile.ZipInfo]) -> dict[str, _Pl
         shape, is_fortran, dtype = read(file)
         place = _Place(file.tell(), dtype, shape)
         if dtype.hasobject or (is_fortran and len(shape) > 1):
-            raise ValueError(f"{member.filename!r} has Python objects, or is in Fortran's order")
+            raise ValueError(f"{member.filename!r} has Python objects, or is in Fortran order")
         if place.begin - begin + math.prod(shape) * dtype.itemsize != member.file_size:
             raise ValueError(f"{member.filename!r} is not as long as it says")
         found[member.filename.removesuffix(".npy")] = place

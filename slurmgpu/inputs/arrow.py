@@ -36,7 +36,7 @@ class ArrowRows(Groups):
         except damage() as error:
             self._source.close()
             raise_if_disk_failed(error)
-            raise SlurmGPUError(f"{path} is not an Arrow file, or was cut: {error}.") from error
+            raise SlurmGPUError(f"{path} is not an Arrow file, or was truncated: {error}.") from error
         except BaseException:
             self._source.close()
             raise
@@ -47,7 +47,7 @@ class ArrowRows(Groups):
         magic = self._source.read(len(_FILE_MAGIC))
         self._source.seek(0)
         if magic.startswith(_FEATHER_1):
-            raise SlurmGPUError(f"{path} is of Feather's version 1. Write it again, as version 2.")
+            raise SlurmGPUError(f"{path} is a Feather file of version 1. Write it again as version 2.")
         if magic == _FILE_MAGIC:
             self._reader = pa.ipc.open_file(self._source)
             schema, n_batches = self._reader.schema, self._reader.num_record_batches
@@ -62,8 +62,8 @@ class ArrowRows(Groups):
                 self._batches.append(batch)  # it refers to the mapped file, unless that is compressed
                 if pa.total_allocated_bytes() - before > MOST_BYTES:
                     raise SlurmGPUError(
-                        f"{path} is a compressed stream of more than {MOST_BYTES >> 30} GiB, in which no row can be "
-                        f"found without all before it. Write it as an Arrow file, or as Parquet."
+                        f"{path} is a compressed stream of more than {MOST_BYTES >> 30} GiB, in which finding a row "
+                        f"means reading all rows before it. Write it as an Arrow file, or as Parquet."
                     )
             self._check_end(path)
             sizes = [batch.num_rows for batch in self._batches]
@@ -74,9 +74,9 @@ class ArrowRows(Groups):
         end, size = self._source.tell(), self._source.size()
         self._source.seek(max(0, end - len(_END)))
         if self._source.read(len(_END)) != _END:
-            raise SlurmGPUError(f"{path} has no end mark: it was cut. Copy it again, or write it again.")
+            raise SlurmGPUError(f"{path} has no end mark: it was truncated. Copy it again, or write it again.")
         if end != size:
-            raise SlurmGPUError(f"{path} has {size - end} bytes behind its end: expected one stream. Write it again.")
+            raise SlurmGPUError(f"{path} has {size - end} bytes after its end; expected one stream. Write it again.")
 
     def load(self, group: int) -> Any:
         """A record batch, whose offsets and texts have been checked: Arrow has no checksums."""

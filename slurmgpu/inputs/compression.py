@@ -49,8 +49,8 @@ def decompressing(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
         if getattr(error, "errno", None) is not None:  # of the disk
             raise
         raise SlurmGPUError(
-            f"{path} is no whole {suffix} file: {error}. An interrupted copy or download leaves such a file: get it "
-            f"again, or, if it is not compressed, remove the suffix from its name."
+            f"{path} is not a complete {suffix} file: {error}. If a copy or download was interrupted, repeat it; "
+            f"if the file is not compressed, remove the suffix from its name."
         ) from error
 
 

@@ -51,16 +51,16 @@ def query_in(named: str | Sequence[str], base: Path) -> Query | None:
     kind, _, rest = found.partition(":")
     path, mark, sql = rest.partition("?")
     if len(names) > 1:
-        raise SlurmGPUError(f"The input {found!r} is one of {len(names)}: expected a query alone. Use UNION ALL in it.")
+        raise SlurmGPUError(f"The input {found!r} is one of {len(names)}; a query must be alone. Use UNION ALL in it.")
     if not mark or not path or not sql.strip():
         raise SlurmGPUError(
-            f'The input {found!r} is no query: expected a path, a question mark and the query, as in "{kind}:data.db?'
-            f'SELECT id, text FROM documents ORDER BY id".'
+            f"The input {found!r} is not a query; expected a path, a question mark and the query, such as "
+            f'"{kind}:data.db?SELECT id, text FROM documents ORDER BY id".'
         )
     if not _has_order(sql):
         raise SlurmGPUError(
-            f"The query of the input has no ORDER BY: {' '.join(sql.split())!r}. Rows would come in any order, and an "
-            f"item's number would mean nothing; add ORDER BY and columns that no two rows share, at the query's end."
+            f"The query of the input has no ORDER BY: {' '.join(sql.split())!r}. Rows would come in any order, so item "
+            f"numbers would mean nothing. Add ORDER BY at its end, with columns that are unique in each row."
         )
     return Query(kind, base.absolute() / expanded(path), sql.strip())
 
@@ -135,7 +135,7 @@ def _pack_duckdb(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
     try:
         with closing(duckdb.connect(str(query.path), read_only=True)) as database:
             if len(database.extract_statements(query.sql)) != 1 or (rows := database.sql(query.sql)) is None:
-                raise SlurmGPUError(f"The input's query is no single SELECT: {' '.join(query.sql.split())!r}.")
+                raise SlurmGPUError(f"The input's query is not a single SELECT: {' '.join(query.sql.split())!r}.")
             reader = rows.to_arrow_reader(_BATCH_ROWS)
             columns = _checked_columns(query, reader.schema.names)
             with RowGroups(path, reader.schema) as groups:
@@ -148,13 +148,10 @@ def _pack_duckdb(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
 
 def _checked_columns(query: Query, names: Sequence[str]) -> tuple[str, ...]:
     if not names:
-        raise SlurmGPUError(f"The input's query gives no rows, it is no SELECT: {' '.join(query.sql.split())!r}.")
+        raise SlurmGPUError(f"The input's query is not a SELECT, so it gives no rows: {' '.join(query.sql.split())!r}.")
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise SlurmGPUError(
-            f"The input's query has two columns of the name {doubled[0]!r}: expected a name of its own for each. "
-            f"Rename one with AS."
-        )
+        raise SlurmGPUError(f"The input's query has two columns named {doubled[0]!r}. Rename one with AS.")
     return tuple(names)
 
 
@@ -168,8 +165,8 @@ def _arrow_type(query: Query, name: str, kinds: set[type]) -> Any:
     if len(kinds) > 1:
         found = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise SlurmGPUError(
-            f"Column {name!r} of the query of {query.path} has values of several types, {found}: expected one. "
-            f"Choose one in the query, as in CAST({name} AS TEXT) AS {name}."
+            f"Column {name!r} of the query of {query.path} has values of several types, {found}; expected one. "
+            f"Convert them in the query, for example CAST({name} AS TEXT) AS {name}."
         )
     [kind] = kinds or {_NULL}
     return {int: pa.int64(), float: pa.float64(), str: pa.large_string(), bytes: pa.large_binary(), _NULL: pa.null()}[

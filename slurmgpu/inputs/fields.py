@@ -56,7 +56,7 @@ class InputFields:
             if both[0] in advice:
                 raise SlurmGPUError(f"{whose}: {self.called} has a field {both[0]!r}{advice[both[0]]}")
             raise SlurmGPUError(
-                f"{whose} has a value {both[0]!r} under [settings], and {self.called} has a field of that name. Rename "
+                f"{whose} has a value {both[0]!r} in [settings], but {self.called} has a field of that name. Rename "
                 f"the value."
             )
 
@@ -82,7 +82,7 @@ def columns_kept(keep: Sequence[str], rename: Mapping[str, str], columns: Collec
     """
     if unknown := [field for field in rename if field not in keep]:
         raise SlurmGPUError(
-            f"rename has {unknown[0]!r}, which keep does not have; expected a field of keep = the name of its column."
+            f"rename has {unknown[0]!r}, which is not in keep; expected FIELD = COLUMN with a field of keep."
             f"{did_you_mean(unknown[0], keep)}"
         )
     found: dict[str, str] = {}
@@ -92,7 +92,7 @@ def columns_kept(keep: Sequence[str], rename: Mapping[str, str], columns: Collec
             whose = "a column that the run computes" if name in columns else "a column that slurmgpu adds"
             said = f"keep has {name!r}" if name == field else f"rename has {name!r}"
             raise SlurmGPUError(
-                f'{said}, which is {whose}; give its column another name, rename = {{{field} = "input_{field}"}}, '
+                f'{said}, which is {whose}. Give its column another name, rename = {{{field} = "input_{field}"}}, '
                 f"or remove it."
             )
         if name in found:
@@ -114,8 +114,7 @@ def check_kept(kept: Mapping[str, str], data: Mapping[str, Any]) -> None:
             raise ItemError(f"no field {field!r}, which the row keeps.{did_you_mean(field, data)}")
         if is_too_deep(data[field]):
             raise ItemError(
-                f"the field {field!r}, which the row keeps, has more than {MOST_LEVELS} lists and mappings in one "
-                f"another"
+                f"the field {field!r}, which the row keeps, has more than {MOST_LEVELS} nested lists and mappings"
             )
 
 

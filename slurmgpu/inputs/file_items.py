@@ -61,7 +61,7 @@ class Listing:
         date_in_whole_seconds(path)
         about = f"{count_of(len(self.members), 'file')} of {' and '.join(self.roots[:3])}, {size_of(total)}"
         if shared := {key: n for key, n in Counter(key for _, key in self.members).items() if n > 1}:
-            about += f"; {sum(shared.values())} of them share their key with another, as {next(iter(shared))!r}"
+            about += f"; {sum(shared.values())} of them share their key with another, such as {next(iter(shared))!r}"
         return as_text(about), _outermost(folders)
 
 
@@ -73,8 +73,8 @@ def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if empty := [pattern for pattern in patterns if not pattern.removeprefix(FILES)]:
         raise SlurmGPUError(
-            f"The input is {empty[0]!r}, which names nothing, as where a variable of the shell is not set: expected a "
-            f"path, a list of paths, or a glob. The working folder is {empty[0] + '.'!r}."
+            f"The input is {empty[0]!r}, which names nothing (is a shell variable unset?); expected a "
+            f"path, a list of paths, or a glob. For the working folder write {empty[0] + '.'!r}."
         )
     found = [_listed(pattern, base.absolute()) for pattern in patterns]
     held = [pattern for pattern, listed in zip(patterns, found, strict=True) if listed is None]
@@ -83,7 +83,7 @@ def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
     if held:
         other = next(pattern for pattern, listed in zip(patterns, found, strict=True) if listed is not None)
         raise SlurmGPUError(
-            f"The input names {other!r}, whose files are items themselves, and {held[0]!r}, whose files hold items. "
+            f"The input mixes {other!r}, where each file is an item, and {held[0]!r}, whose files hold items. "
             f"Plan two runs, or write {FILES + held[0]!r} if each of its files is an item."
         )
     members = [(path, key) for listed in found if listed for path, key in listed[1]]
@@ -150,8 +150,8 @@ def _unchanged(line: Mapping[str, Any], shown: str, status: os.stat_result) -> M
         if line["size_bytes"] < 0:
             return ItemError(f"{shown} could not be read when the run was planned. Plan a new run with it")
         return ItemError(
-            f"{shown} changed since the run was planned: it had {line['size_bytes']} bytes, and has {status.st_size}, "
-            f"or was written again. Put it back as it was, or plan a new run"
+            f"{shown} has changed since the run was planned: it had {line['size_bytes']} bytes and has "
+            f"{status.st_size} now, or it was rewritten. Restore it, or plan a new run"
         )
     suffix = as_text(os.path.splitext(line["path"])[1])  # noqa: PTH122 - as above
     return {"path": line["path"], "key": line["key"], "name": line["key"] + suffix}
@@ -199,7 +199,7 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
             if not (is_explicit or _suffix(path) in _MEDIA):
                 return None
             if not os.path.lexists(path):
-                raise SlurmGPUError(f"Input {path} does not exist. Relative paths start at {base}.")
+                raise SlurmGPUError(f"Input {path} does not exist. Relative paths are relative to {base}.")
             root, paths, is_explicit = os.path.dirname(path), [path], True  # noqa: PTH120
     else:
         if not is_explicit and recognised(Path(name)):
@@ -209,7 +209,9 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
         if paths and not is_explicit and _MEDIA.isdisjoint(map(_suffix, paths)):
             return None
     if not paths:
-        raise SlurmGPUError(f"Input {pattern!r} matches no file; hidden ones do not count. {none_there(pattern, base)}")
+        raise SlurmGPUError(
+            f"Input {pattern!r} matches no file (hidden files are skipped). {none_there(pattern, base)}"
+        )
     if not is_explicit:
         _refuse_unclear(pattern, root, paths)
     return root, [(each, _key(each, root)) for each in paths]
@@ -246,13 +248,13 @@ def _refuse_unclear(pattern: str, root: str, paths: Sequence[str]) -> None:
         if suffix in holding or suffix in media
     ]
     if len(media) > 1:  # which may differ in the case of their letters alone, as patterns do
-        choices.append(f"a list for several, as {[f'{shown}/**/*.{suffix}' for suffix in media[:_LISTED]]}")
+        choices.append(f"a list for several, such as {[f'{shown}/**/*.{suffix}' for suffix in media[:_LISTED]]}")
     counted = [
         count_of(n, f".{suffix} file" if suffix else "file without a suffix") for suffix, n in suffixes.most_common(4)
     ]
     raise SlurmGPUError(
-        f"Input {pattern!r} has {' and '.join(counted)}: it does not say whether each file is an item, or holds "
-        f"items. Write {', '.join(choices)}, or {FILES + shown!r} for each of its files, whatever they are."
+        f"Input {pattern!r} has {' and '.join(counted)}, so it is unclear whether each file is an item or holds "
+        f"items. Write {', '.join(choices)}, or {FILES + shown!r} to make every file an item."
     )
 
 

@@ -35,14 +35,14 @@ FORMATS = Plugins(
 """Input formats by the name that plans give them."""
 
 _OF_TABS = (
-    " Its columns are separated by tabs: write it with commas, in Python "
+    " Its columns are separated by tabs. Write it with commas, in Python: "
     "pandas.read_csv(path, sep='\\t').to_csv('items.csv', index=False)."
 )
 _OF_JSON = (
-    " If it has an object in each line, name it .jsonl; of one list of objects write such a file: "
+    " If it has one object per line, name it .jsonl. If it is one list of objects, convert it: "
     "jq -c '.[]' items.json > items.jsonl."
 )
-_OF_EXCEL = " Write it as CSV, in Python pandas.read_excel(path).to_csv('items.csv', index=False)."
+_OF_EXCEL = " Write it as CSV, in Python: pandas.read_excel(path).to_csv('items.csv', index=False)."
 _OF_FASTA = (
     ' Its records span lines: write it as CSV, awk \'{sub(/\\r$/, "")} /^>/ {printf "%s%s,", n++ ? "\\n" : '
     '"id,sequence\\n", substr($1, 2); next} {printf "%s", $1} END {print ""}\' FILE > items.csv.'
@@ -102,7 +102,7 @@ def refuse_changed(found: Preview, status: os.stat_result) -> None:
     """Raise SlurmGPUError if a file has another size or time than when it was looked at."""
     if (status.st_size, status.st_mtime_ns) != (found.size_bytes, found.mtime_ns):
         raise SlurmGPUError(
-            f"Input {found.path} changed while it was read. Let what writes it finish, then plan again."
+            f"Input {found.path} changed while it was read. Wait until nothing writes to it, then plan again."
         )
 
 
@@ -181,7 +181,7 @@ def is_compressed(path: Path, its_format: Format) -> bool:
 def _query_of(path: Path, suffix: str) -> str:
     """A sentence that says how a database is an input, if the suffix is one of databases."""
     kind = {".db": "sqlite", ".sqlite": "sqlite", ".sqlite3": "sqlite", ".duckdb": "duckdb"}.get(suffix.lower())
-    return f" Of a database write a query: '{kind}:{path}?SELECT … ORDER BY …'." if kind else ""
+    return f" For a database write a query: '{kind}:{path}?SELECT … ORDER BY …'." if kind else ""
 
 
 def format_of(paths: Sequence[Path]) -> Format:
@@ -192,20 +192,20 @@ def format_of(paths: Sequence[Path]) -> Format:
             names = [name for name in _names() if named(name).recognises(Path(f"x.{name}"))]
             *others, last = (f".{name}" for name in names)
             suffix = without_suffix(path).suffix
-            advice = _CONVERTED.get(suffix.lower(), " Write its items as .jsonl, an object in each line.")
+            advice = _CONVERTED.get(suffix.lower(), " Write its items as .jsonl, one object per line.")
             raise SlurmGPUError(
-                f"Input {path} has the suffix {suffix!r}: expected {', '.join(others)} or {last}.{advice} If each file "
+                f"Input {path} has the suffix {suffix!r}; expected {', '.join(others)} or {last}.{advice} If each file "
                 f"is an item, write 'files:' before the path or the pattern.{_query_of(path, suffix)}"
             )
         if is_compressed(path, found) and not found.may_be_compressed:
             raise SlurmGPUError(
-                f"Input {path} is a .{found.name} file that was compressed as a whole ({suffix_of(path)}): only files "
-                f"of lines may be. Decompress it."
+                f"Input {path} is a .{found.name} file that was compressed as a whole ({suffix_of(path)}); only files "
+                f"of lines can be read so. Decompress it."
             )
         formats.setdefault(found.name, (path, found))
     if len(formats) > 1:
         mixed = " and ".join(f"{name} ({path})" for name, (path, _) in formats.items())
-        raise SlurmGPUError(f"The input mixes formats, {mixed}: expected one format. Convert one, or plan two runs.")
+        raise SlurmGPUError(f"The input mixes formats, {mixed}; expected one format. Convert one, or plan two runs.")
     [(_, found)] = formats.values()
     return found
 
@@ -213,4 +213,4 @@ def format_of(paths: Sequence[Path]) -> Format:
 def refuse_doubled(columns: Sequence[str], where: str) -> None:
     """Raise SlurmGPUError if two columns have one name."""
     if doubled := sorted({name for name in columns if columns.count(name) > 1}):
-        raise SlurmGPUError(f"{where}: {doubled[0]!r} names two columns: expected a name of its own for each.")
+        raise SlurmGPUError(f"{where}: two columns are named {doubled[0]!r}. Rename one of them.")

@@ -64,7 +64,7 @@ def download(named: str, *, newest: bool = False) -> list[Path]:
             return found
         said = " ".join(described(error).split())[:300]
         raise SlurmGPUError(
-            f"{dataset} is not whole in the hub's cache, and the hub was not reached. `slurmgpu check --fetch` on a "
+            f"{dataset} is incomplete in the hub's cache, and the hub cannot be reached. `slurmgpu check --fetch` on a "
             f"machine with network downloads it; HF_HOME must be the same there and here. "
             f"({said})"
         ) from error
@@ -97,14 +97,14 @@ def _parse(named: str) -> Dataset:
     found = _NAMED.fullmatch(named.removeprefix(PREFIX))
     if not found:
         raise SlurmGPUError(
-            f"The input {named!r} names no data set: expected hf://datasets/OWNER/NAME@REVISION/PATH, where PATH may "
-            f"be a glob; without @REVISION/PATH it is the Parquet into which the hub converted it."
+            f"The input {named!r} names no data set; expected hf://datasets/OWNER/NAME@REVISION/PATH, where PATH may "
+            f"be a glob. Without @REVISION/PATH it is the hub's conversion to Parquet."
         )
     revision, path = found["revision"], found["path"]
     if path is None:
         if revision not in (None, CONVERTED):
             raise SlurmGPUError(
-                f"The input {named!r} has a revision and no files: add their names, as in {named}/data/train-*.parquet."
+                f"The input {named!r} has a revision but no files. Add them, for example {named}/data/train-*.parquet."
             )
         return Dataset(found["name"], CONVERTED, "**/*.parquet")
     return Dataset(found["name"], unquote(revision or "main"), path)
@@ -141,13 +141,13 @@ def _chosen(dataset: Dataset, names: Sequence[str]) -> list[str]:
     if partial:
         raise SlurmGPUError(
             f"{dataset} has {partial}: the hub converted only the first part of this data set to Parquet. Name the "
-            f"data set's own files, as in {PREFIX}datasets/{dataset.name}@main/data/*.parquet."
+            f"data set's own files, for example {PREFIX}datasets/{dataset.name}@main/data/*.parquet."
         )
     folders = sorted({name.rpartition("/")[0] for name in chosen})
     if dataset.path == "**/*.parquet" and len(folders) > 1:
         raise SlurmGPUError(
             f"{PREFIX}datasets/{dataset.name} has splits or configurations in {count_of(len(folders), 'folder')}, "
-            f"{', '.join(folders[:_N_SHOWN])}{' …' if len(folders) > _N_SHOWN else ''}. An input is one of them, as in "
+            f"{', '.join(folders[:_N_SHOWN])}{' …' if len(folders) > _N_SHOWN else ''}. Name one of them, for example "
             f"{PREFIX}datasets/{dataset.name}@{CONVERTED}/{folders[0]}/*.parquet."
         )
     return chosen
@@ -179,12 +179,12 @@ def _refusal(dataset: Dataset, error: Exception) -> SlurmGPUError | None:
         )
     if "RevisionNotFoundError" in kinds and dataset.revision == CONVERTED:
         return SlurmGPUError(
-            f"{where} was not converted to Parquet by the hub. Name its own files, as in {where}@main/data/*.jsonl."
+            f"The hub has not converted {where} to Parquet. Name its own files, such as {where}@main/data/*.jsonl."
         )
     if "RevisionNotFoundError" in kinds:
         return SlurmGPUError(f"{where} has no revision {dataset.revision!r} on the hub. Correct it.")
     if "HFValidationError" in kinds:
-        return SlurmGPUError(f"{where} is no name that the hub allows. Correct it.")
+        return SlurmGPUError(f"{where} is not a valid name on the hub. Correct it.")
     if isinstance(error, OSError) and error.errno is not None:
         return SlurmGPUError(
             f"{dataset} cannot be written into the hub's cache: {error}. Set HF_HOME to a folder that you may write "

@@ -121,11 +121,11 @@ def _check_header(header: bytes, size: int, spec: InputSpec) -> None:
         raise ValueError("it is not an index")
     _, version, stride, n_files, n_offsets, digest = _HEADER.unpack(header)
     if version != VERSION:
-        raise ValueError(f"it has version {version}, and this slurmgpu reads version {VERSION}")
+        raise ValueError(f"it has version {version}; this slurmgpu reads version {VERSION}")
     n_items = sum(file.n_items for file in spec.files)
     # It has neither files nor offsets if the input's items are not found by offsets.
     counts = (len(spec.files), -(-n_items // max(spec.stride, 1))) if n_files else (0, 0)
     if (stride, digest.hex(), n_files, n_offsets) != (spec.stride, spec.digest, *counts):
         raise ValueError("it belongs to another plan")
     if size != _HEADER.size + _OFFSET.size * (n_files + n_offsets):
-        raise ValueError(f"its size is {size} bytes, which is not that of {n_offsets} offsets: it is damaged")
+        raise ValueError(f"it is damaged: {size} bytes do not hold {n_offsets} offsets")

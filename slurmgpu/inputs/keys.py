@@ -41,7 +41,7 @@ def check_names(spec: InputSpec, index: Path, key: str) -> str | None:
     n_named = int(is_named.sum())
     said = []
     if n_named < spec.n_items:
-        said.append(f"{count_of(spec.n_items - n_named, 'item')} without it, named by index alone")
+        said.append(f"{count_of(spec.n_items - n_named, 'item')} without it, named only by index")
     numbers, hashes = np.flatnonzero(is_named), hashes[is_named]
     order = np.argsort(hashes, kind="stable")
     is_same = hashes[order[1:]] == hashes[order[:-1]]
@@ -53,7 +53,7 @@ def check_names(spec: InputSpec, index: Path, key: str) -> str | None:
         with Reader(spec, index) as reader:
             [data] = reader.read(first, first + 1)
         text = "" if isinstance(data, ItemError) else _text(data.get(key))
-        said.append(f"{count_of(n_shared, 'item')} share theirs, as items {first} and {second} do, {text!r:.80}")
+        said.append(f"{count_of(n_shared, 'item')} share theirs, such as items {first} and {second}: {text!r:.80}")
     return f"key = {key!r}: {'; '.join(said)}." if said else None
 
 

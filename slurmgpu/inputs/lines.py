@@ -165,7 +165,7 @@ class Csv(Lines, format="csv"):
         """The fields by the header's names."""
         fields = _csv_fields(record)
         if len(fields) != len(columns):
-            raise ItemError(f"expected {len(columns)} fields as in the header, found {len(fields)}")
+            raise ItemError(f"expected {len(columns)} fields, as in the header; found {len(fields)}")
         return dict(zip(columns, fields, strict=True))
 
     def header(self, record: bytes, path: str) -> tuple[str, ...]:
@@ -278,8 +278,8 @@ def _refused(found: str) -> SlurmGPUError:
     if _NOT_UTF8 not in found:
         return SlurmGPUError(f"{found}. Correct it and plan again.")
     return SlurmGPUError(
-        f"{found}. Write the file again as UTF-8, by `iconv -f LATIN1 -t UTF-8 OLD > NEW`, or by `-f UTF-16` if it "
-        f"begins with 0xff or 0xfe, and plan again."
+        f"{found}. Convert the file to UTF-8 with `iconv -f LATIN1 -t UTF-8 OLD > NEW` (with `-f UTF-16` if it "
+        f"begins with 0xff or 0xfe), and plan again."
     )
 
 

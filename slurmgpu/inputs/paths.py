@@ -33,7 +33,7 @@ def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
     if isinstance(patterns, str):
         patterns = [patterns]
     if not patterns:
-        raise SlurmGPUError("input is an empty list: expected a path, a list of paths, or a glob.")
+        raise SlurmGPUError("input is an empty list; expected a path, a list of paths, or a glob.")
     paths = [path for pattern in patterns for path in _expand(pattern, base.absolute())]
     _check_files(paths, base)
     format_of(paths)
@@ -67,8 +67,8 @@ def _expand(pattern: str, base: Path) -> list[Path]:
         return hub.download(pattern)
     if _URL.match(pattern) and not os.path.lexists(base / pattern):
         raise SlurmGPUError(
-            f"Input {pattern!r} is a URL: expected files of this machine, or of the hub by {hub.PREFIX}. Download it, "
-            f"and name the file."
+            f"Input {pattern!r} is a URL; expected files on this machine, or on the hub with {hub.PREFIX}. Download "
+            "it, and name the file."
         )
     pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
     if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
@@ -85,7 +85,7 @@ def _expand(pattern: str, base: Path) -> list[Path]:
 
 def none_there(pattern: str, base: Path) -> str:
     """The sentence behind one on a glob without a match."""
-    return passed_over(pattern, base) or f"Relative patterns start at {base}."
+    return passed_over(pattern, base) or f"Relative patterns are relative to {base}."
 
 
 def globbed(pattern: str, base: Path) -> set[str]:
@@ -123,9 +123,9 @@ def passed_over(patterns: str | Sequence[str], base: Path) -> str | None:
     more = [pattern.removesuffix(Path(pattern).suffix) + suffix for suffix in suffixes]
     example = os.fsencode(others[0]).decode("utf-8", "backslashreplace")
     return (
-        f"The input passes over {count_of(len(others), 'file')} with {' and '.join(suffixes)}, as {example}: a pattern "
-        f"takes a suffix as it is written, and a list of patterns, [{', '.join(map(repr, [pattern, *more]))}], takes "
-        f"each."
+        f"The input skips {count_of(len(others), 'file')} with {' and '.join(suffixes)}, such as {example}, because a "
+        f"pattern matches a suffix exactly. To include them, list the patterns: "
+        f"[{', '.join(map(repr, [pattern, *more]))}]."
     )
 
 
@@ -149,7 +149,7 @@ def _of_any_case(pattern: str, base: Path) -> tuple[str, str] | None:
 def unlisted(error: OSError) -> SlurmGPUError:
     """The refusal of a folder that cannot be listed: its files would be missing without a word."""
     name = os.fsencode(str(error.filename)).decode("utf-8", "backslashreplace")
-    return SlurmGPUError(f"Input {name} cannot be listed: {error.strerror}. Let it be read, or leave it out.")
+    return SlurmGPUError(f"Input {name} cannot be listed: {error.strerror}. Make it readable, or leave it out.")
 
 
 def is_data_set(path: Path) -> bool:
@@ -165,19 +165,19 @@ def _data_set_files(folder: Path) -> list[Path]:
         state = json.loads(about.read_bytes())
         if about.name == _SPLITS:
             splits = [str(folder / name) for name in state["splits"]]
-            raise SlurmGPUError(f"Input {folder} is a data set of several splits: name one, as in {splits[0]!r}.")
+            raise SlurmGPUError(f"Input {folder} is a data set with several splits. Name one, such as {splits[0]!r}.")
         names = [file["filename"] for file in state["_data_files"]]
         indirect = state.get("_indices_data_files")
     except OSError as error:
         raise SlurmGPUError(f"Input {about} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise SlurmGPUError(
-            f"Input {folder} has a {about.name} that save_to_disk has not written, or not to its end "
+            f"Input {folder} has a {about.name} that save_to_disk did not write, or not completely "
             f"({type(error).__name__}: {error}). Save the data set again."
         ) from error
     if indirect or not names:
         found = "takes its rows through a table of indices" if indirect else "has no files"
-        raise SlurmGPUError(f"Input {folder} {found}. Save it again with a present version of datasets.")
+        raise SlurmGPUError(f"Input {folder} {found}. Save it again with a current version of datasets.")
     return [folder / name for name in names]
 
 
@@ -189,18 +189,18 @@ def _check_files(paths: Sequence[Path], base: Path) -> None:
             status = path.stat()
         except FileNotFoundError as error:
             is_braces = re.search(r"\{\w+\.\.\w+\}", str(path))
-            braces = " Braces are not expanded: write * in their place." if is_braces else ""
+            braces = " Braces are not expanded: write * instead." if is_braces else ""
             raise SlurmGPUError(
-                f"Input {path} does not exist. Relative paths start at {base.absolute()}.{braces}"
+                f"Input {path} does not exist. Relative paths are relative to {base.absolute()}.{braces}"
             ) from error
         except OSError as error:
             raise SlurmGPUError(f"Input {path} cannot be read: {error.strerror}.") from error
         if stat.S_ISDIR(status.st_mode):
             raise SlurmGPUError(
-                f"Input {path} is a directory: expected files. Name those in it, as in '{path}/*.jsonl'."
+                f"Input {path} is a directory; expected files. Name those in it, for example '{path}/*.jsonl'."
             )
         if not stat.S_ISREG(status.st_mode):
-            raise SlurmGPUError(f"Input {path} is not a regular file: items are read at any offset, again and again.")
+            raise SlurmGPUError(f"Input {path} is not a regular file. Save it as one: items are read at any offset.")
         twin = seen.setdefault((status.st_dev, status.st_ino), path)
         if twin is not path:
-            raise SlurmGPUError(f"The input names one file twice, as {twin} and {path}. Leave one of them out.")
+            raise SlurmGPUError(f"The input names the same file twice, as {twin} and {path}. Leave one out.")

@@ -56,16 +56,16 @@ def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:
             kind = kind or _kind_of(item)
             if _kind_of(item) == NAMED:
                 raise SlurmGPUError(
-                    f"Item {n_items - 1} is a {type(item).__name__}, which would come back as a plain tuple. Give "
-                    f"tuple(item), or item._asdict(), and the function gets a mapping."
+                    f"Item {n_items - 1} is a {type(item).__name__}, which would come back as a plain tuple. Pass "
+                    f"tuple(item), or item._asdict() so that the function gets a mapping."
                 )
             if _kind_of(item) != kind:
                 raise SlurmGPUError(
-                    f"Item {n_items - 1} is a {_kind_of(item)}, and item 0 a {kind}: expected one kind."
+                    f"Item {n_items - 1} is a {_kind_of(item)}, but item 0 is a {kind}; expected one kind."
                 )
             file.write(_line(item, kind, n_items - 1) + "\n")
     if not n_items:
-        raise SlurmGPUError("There are no items: expected one at least.")
+        raise SlurmGPUError("There are no items; expected at least one.")
     date_in_whole_seconds(path)
     return path, kind
 
@@ -84,7 +84,7 @@ def _line(item: Any, kind: str, number: int) -> str:
     try:
         return json.dumps(_plain(value, where) if kind == "mapping" else {VALUE: _plain(value, where)})
     except (ValueError, RecursionError) as error:  # an integer of 5000 digits; a list within itself
-        raise SlurmGPUError(f"{where} is not written as JSON: {error}.") from error
+        raise SlurmGPUError(f"{where} cannot be written as JSON: {error}.") from error
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -97,16 +97,16 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(inner, where) for inner in value]
     if hasattr(value, "dtype") and getattr(value, "shape", None) == ():
         if getattr(value.dtype, "kind", "") in "mM":  # `item` makes plain integers of nanoseconds
-            raise SlurmGPUError(f"{where} is a {value.dtype}; {EXPECTED}. Give str(value), or an Arrow table.")
+            raise SlurmGPUError(f"{where} is a {value.dtype}; {EXPECTED}. Pass str(value), or an Arrow table.")
         value = value.item()
     if value is None or type(value) in (str, bool, int, float):
         return value  # NaN and infinities, too: what reads them knows them
     how = (
-        "Give an Arrow table, or files that the function opens; of a data set of Hugging Face, the folder that "
+        "Pass an Arrow table, or files that the function opens; for a Hugging Face data set, the folder that "
         "save_to_disk writes."
     )
     if isinstance(value, tuple):
-        how = "Give a list: a tuple within an item does not come back as one."
+        how = "Pass a list: a tuple within an item does not come back as a tuple."
     elif hasattr(value, "iloc"):
-        how = "Give the data frame itself, of which the function gets each row as a mapping, or row.to_dict()."
+        how = "Pass the data frame itself (the function gets each row as a mapping), or row.to_dict()."
     raise SlurmGPUError(f"{where} has a value of type {type(value).__name__}; {EXPECTED}. {how}")

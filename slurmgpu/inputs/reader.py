@@ -22,7 +22,7 @@ from slurmgpu.run.recompute import spans_of
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import retried
 
-_ADVICE = "Put the file back as it was, or plan a new run."
+_ADVICE = "Restore the file, or plan a new run."
 
 
 class Reader:
@@ -124,11 +124,11 @@ def _check_unchanged(file: InputFile) -> None:
         status = retried(Path(file.path).stat)
     except OSError as error:
         raise SlurmGPUError(
-            f"The input changed since the run was planned: {file.path} cannot be read ({error.strerror}). {_ADVICE}"
+            f"The input has changed since the run was planned: {file.path} cannot be read ({error.strerror}). {_ADVICE}"
         ) from error
     if file.size_bytes != PROMISED and (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
         raise SlurmGPUError(
-            f"The input changed since the run was planned: {file.path} had {file.size_bytes} bytes, written "
+            f"The input has changed since the run was planned: {file.path} had {file.size_bytes} bytes, written "
             f"{_time(file.mtime_ns)}; it has {status.st_size}, written {_time(status.st_mtime_ns)}. {_ADVICE}"
         )
 
@@ -138,7 +138,7 @@ def _check_promise(file: InputFile, rows: Rows) -> None:
     assert isinstance(rows, MergedRows)
     if len(rows) != file.n_items or rows.fingerprint != file.sha256:
         raise SlurmGPUError(
-            f"{file.path} has {len(rows)} rows of plan {rows.fingerprint}; expected were the {file.n_items} rows of "
+            f"{file.path} has {len(rows)} rows of plan {rows.fingerprint}; expected {file.n_items} rows of "
             f"plan {file.sha256}, which this run waited for. Complete that run, then resubmit this one."
         )
 

@@ -71,7 +71,7 @@ class RecordFinder:
     def finish(self) -> None:
         """SlurmGPUError if the file ends inside quotes."""
         if self._n_quotes % 2:
-            self._refuse(self.last_line, "a quote is opened in this record and never closed")
+            self._refuse(self.last_line, "a quote that is opened in this record and never closed")
 
     def _find_ends(self, block: NDArray[np.uint8], newlines: NDArray[np.intp]) -> NDArray[np.intp]:
         quotes = np.flatnonzero(block == QUOTE)
@@ -84,18 +84,18 @@ class RecordFinder:
         stray = ~_MAY_PRECEDE_QUOTE[before]
         if stray.any():
             line = self._n_newlines + int(np.searchsorted(newlines, openers[stray.argmax()])) + 1
-            self._refuse(line, "a quote stands inside a field that does not begin with one")
+            self._refuse(line, "a quote in a field that does not begin with one")
         self._n_quotes += len(quotes)
         self._last_byte = int(block[-1])
         return ends
 
     def _check_length(self, end: int) -> None:
         if end - self.last_start > MAX_RECORD_BYTES:
-            self._refuse(self.last_line, f"the record that starts here is longer than {MAX_RECORD_BYTES >> 20} MiB")
+            self._refuse(self.last_line, f"a record of more than {MAX_RECORD_BYTES >> 20} MiB that starts here")
 
     def _refuse(self, line: int, found: str) -> NoReturn:
         expected = (
-            "CSV as in RFC 4180, where a field with a quote in it is quoted whole and its quotes doubled"
+            "CSV as in RFC 4180, where a field with a quote in it is quoted as a whole and its quotes are doubled"
             if self._quoting
             else "one record on each line"
         )

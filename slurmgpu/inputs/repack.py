@@ -144,18 +144,18 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
         has_stream = hasattr(table, "__arrow_c_stream__") or not hasattr(table, "iloc")
         reader = pa.RecordBatchReader.from_stream(table if has_stream else pa.Table.from_pandas(table))
         if not reader.schema.names:
-            raise SlurmGPUError("The table has no columns: expected one at least.")
+            raise SlurmGPUError("The table has no columns; expected at least one.")
         for field in reader.schema:
             if isinstance(field.type, pa.BaseExtensionType) and field.type.extension_name == "pandas.period":
                 raise SlurmGPUError(
-                    f"The column {field.name!r} has periods, which Arrow holds as numbers. Write "
-                    f"df[{field.name!r}] = df[{field.name!r}].astype(str), or give df.to_dict('records') of that."
+                    f"The column {field.name!r} has periods, which Arrow would turn into numbers. Convert it first: "
+                    f"df[{field.name!r}] = df[{field.name!r}].astype(str)."
                 )
         with RowGroups(folder / FOLDER / "00000.parquet", reader.schema) as groups:
             for piece in even(reader):
                 groups.add(piece.replace_schema_metadata(None))
             if not groups.n_items:
-                raise SlurmGPUError("The table has no rows: expected at least one item.")
+                raise SlurmGPUError("The table has no rows; expected at least one item.")
             file = groups.close()
     except (ValueError, TypeError, NotImplementedError, OverflowError) as error:  # Arrow's own are of these classes
         raise _not_of_arrow(table, error) from error
@@ -170,17 +170,17 @@ def _not_of_arrow(table: Any, error: Exception) -> SlurmGPUError:
     found = re.search(r"for column (.+) with type", said)
     records = "df.to_dict('records')" if hasattr(table, "iloc") else "a list of its rows as mappings"
     if found is None or not hasattr(table, "iloc"):
-        return SlurmGPUError(f"The table cannot be read as one of Arrow: {said}. Correct it, or give {records}.")
+        return SlurmGPUError(f"The table cannot be converted to Arrow: {said}. Correct it, or pass {records}.")
     place = [str(name) for name in table.columns].index(found[1])
     column, values = table.columns.tolist()[place], table.iloc[:, place].dropna()
     kinds = [*dict.fromkeys(type(value).__name__ for value in values)]
     wrong = (
-        f"has values of several types, {', '.join(kinds)}: expected one"
+        f"has values of several types, {', '.join(kinds)}; expected one"
         if len(kinds) > 1
         else f"has values of the type {', '.join(kinds)} that Arrow cannot hold: {error.args[0]}"
     )
     return SlurmGPUError(
-        f"The column {column!r} {wrong}. Write df[{column!r}] = df[{column!r}].astype(str), or give {records}."
+        f"The column {column!r} {wrong}. Write df[{column!r}] = df[{column!r}].astype(str), or pass {records}."
     )
 
 
@@ -295,7 +295,7 @@ def _until_end(chunks: Iterable[bytes], path: str, *, trims: bool) -> Iterator[t
             waiting = []
         elif len(waiting) * CHUNK_BYTES > MAX_RECORD_BYTES:
             raise SlurmGPUError(
-                f"{path} has more than {MAX_RECORD_BYTES >> 20} MiB of newlines in a row: expected items. Correct it "
+                f"{path} has more than {MAX_RECORD_BYTES >> 20} MiB of newlines in a row; expected items. Correct it "
                 f"and plan again."
             )
         waiting.append(chunk)

@@ -113,7 +113,7 @@ def _preview(path: Path, its_format: Format) -> Preview:
     except OSError as error:
         raise SlurmGPUError(f"Input {path} cannot be read: {error.strerror or error}.") from error
     if found.is_empty:
-        raise SlurmGPUError(f"Input {path} is empty: expected at least one item in each file.")
+        raise SlurmGPUError(f"Input {path} is empty; expected at least one item in each file.")
     return found
 
 
@@ -124,12 +124,12 @@ def _refuse_mixed(previews: Sequence[Preview]) -> None:
         path, columns = other.path, other.columns
         if columns != first.columns:
             raise SlurmGPUError(
-                f"{path} has the columns {_names(columns)}: expected those of {first_path}, "
+                f"{path} has the columns {_names(columns)}; expected those of {first_path}, "
                 f"{_names(first.columns)}, in that order. Make them the same, or plan two runs."
             )
         if first.keys and other.keys and first.keys.isdisjoint(other.keys):
             raise SlurmGPUError(
-                f"{path} has the keys {_names(sorted(other.keys))}: expected one at least of those "
+                f"{path} has the keys {_names(sorted(other.keys))}; expected at least one of those "
                 f"in {first_path}, {_names(sorted(first.keys))}. Make them the same, or plan two runs."
             )
 

@@ -110,8 +110,8 @@ class InputSpec:
         n_items = sum(stop - start for start, stop in ranges)
         if min(counts, default=0) < 0 or ends != sorted(ends) or n_items != self.n_items:
             raise SlurmGPUError(
-                f"The input in run.json says that it has {self.n_items} items, and its files and ranges have "
-                f"{n_items}. It was edited, or is damaged: undo the edit, or plan the run again."
+                f"run.json says that the input has {self.n_items} items, but its files and ranges have "
+                f"{n_items}. It was edited or is damaged: undo the edit, or plan the run again."
             )
 
 

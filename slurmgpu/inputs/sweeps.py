@@ -90,7 +90,7 @@ def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     if n_random is None and drawn:
         raise SlurmGPUError(
             f"[sweep] {drawn[0]} is a distribution, so the number of configurations must be given. "
-            f"Add random = 20, for example, to [sweep], or give a list of values."
+            f"Add it to [sweep], for example random = 20, or give a list of values."
         )
     size = math.prod(map(len, lists))
     found: Iterator[tuple[tuple[Any, ...], ...]]
@@ -98,8 +98,8 @@ def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
         found = itertools.islice(_drawn(axes, seed, distinct=not drawn), n_random)
     elif size > MOST:
         raise SlurmGPUError(
-            f"[sweep] stands for {size:,} configurations; expected at most {MOST:,}. "
-            f"Shorten its lists, or draw from them with random = 100, for example."
+            f"[sweep] makes {size:,} configurations; expected at most {MOST:,}. "
+            f"Shorten its lists, or draw from them, for example with random = 100."
         )
     else:
         found = itertools.product(*lists)
@@ -183,7 +183,7 @@ def _n_random(table: Mapping[str, Any]) -> int | None:
         return None
     if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= MOST:
         raise SlurmGPUError(
-            f"[sweep] random is {_shown(found)}; expected how many configurations are drawn, from 1 to {MOST:,}."
+            f"[sweep] random is {_shown(found)}; expected the number of configurations to draw, from 1 to {MOST:,}."
         )
     return found
 
@@ -211,7 +211,7 @@ def _refuse_flat_zip(table: Mapping[str, Any]) -> None:
     found, keys = table.get(ZIP), table.keys() - {ZIP, RANDOM}
     if isinstance(found, list) and found and all(isinstance(name, str) and name in keys for name in found):
         raise SlurmGPUError(
-            f"[sweep] zip is a list of keys; expected a list of groups of them: write zip = {json.dumps([found])}."
+            f"[sweep] zip is a list of keys; expected a list of groups of keys: write zip = {json.dumps([found])}."
         )
 
 
@@ -223,7 +223,7 @@ def _check_lengths(groups: Sequence[Sequence[str]], values: Mapping[str, list[An
                 f"{key} has {count_of(length, 'value') if length else 'a distribution'}"
                 for key, length in zip(group, lengths, strict=True)
             )
-            raise SlurmGPUError(f"[sweep] zip: {said}; expected lists of one length, whose values belong together.")
+            raise SlurmGPUError(f"[sweep] zip: {said}; expected lists of the same length, whose values are paired.")
 
 
 _MEANT_AS_LIST = re.compile(r"\[.*|[-+.e\d]+(, ?[-+.e\d]+)+", re.DOTALL)
@@ -236,18 +236,18 @@ def _values(key: str, value: Any, *, is_zipped: bool) -> list[Any] | Distributio
     if isinstance(value, str) and _MEANT_AS_LIST.fullmatch(value):
         raise SlurmGPUError(
             f"[sweep] {key} is the text {value!r}; expected a list, such as [0.1, 0.4] or ['a', 'b']. "
-            f"If this text is meant, write it alone in a list."
+            f"For this single text, write a list with it."
         )
     values = value if isinstance(value, list) else [value]
     if not values:
-        raise SlurmGPUError(f"[sweep] {key} is an empty list; expected one value at least, or no {key} at all.")
+        raise SlurmGPUError(f"[sweep] {key} is an empty list; expected at least one value, or no {key} at all.")
     texts: set[str] = set()
     for each in values:
         if not _is_plain(each):
             raise SlurmGPUError(f"[sweep] {key} has the value {_shown(each)}; expected {VALUES}.")
         if isinstance(each, Mapping) and len(each) == 1 and next(iter(each)) in DISTRIBUTIONS:
             raise SlurmGPUError(
-                f"[sweep] {key} has a distribution in a list; expected it alone: {key} = {_shown(each)}."
+                f"[sweep] {key} has a distribution in a list; write it without the list: {key} = {_shown(each)}."
             )
         text = json.dumps(each, sort_keys=True)
         if text in texts and not is_zipped:
@@ -262,7 +262,7 @@ def _distribution(key: str, value: Mapping[str, Any]) -> Distribution:
         known = ", ".join(f"{{{name} = [a, b]}}" for name in DISTRIBUTIONS)
         if value and key in TABLES:
             raise SlurmGPUError(
-                f"[sweep.{key}] is a table; expected all keys in [sweep] itself: write {kind} = "
+                f"[sweep.{key}] is a table, but {kind} belongs in [sweep] itself: write {kind} = "
                 f"{_shown(value[kind])} there."
             )
         hint = did_you_mean(kind, DISTRIBUTIONS) if len(value) == 1 else ""

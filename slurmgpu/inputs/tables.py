@@ -17,8 +17,8 @@ from slurmgpu.util.exceptions import described
 from slurmgpu.util.packages import check_pyarrow
 
 _AFTERWARDS = (
-    "Then plan this run again, as its input was written again; one that was submitted with --after goes on by "
-    "`slurmgpu resubmit`."
+    "Then plan this run again, because its input was rewritten; if it was submitted with --after, type "
+    "`slurmgpu resubmit` instead."
 )
 """Advice for a damaged input."""
 
@@ -133,7 +133,7 @@ class MergedRows:
         if not self._merged.complete:
             self._merged.close()
             raise SlurmGPUError(
-                f"{path} lacks rows: its run is incomplete. Complete it with `slurmgpu resubmit`, then go on."
+                f"{path} lacks rows because its run is incomplete. Complete that run with `slurmgpu resubmit` first."
             )
         self.columns = ("index", *self._merged.columns)
         self.fingerprint = str(self._merged.attributes["fingerprint"])

@@ -41,8 +41,8 @@ class Tar(Format, format="tar"):
         """`found`, if the file begins with a header of a tar archive."""
         if found.path.lower().endswith(_COMPRESSED):
             raise SlurmGPUError(
-                f"{found.path} is compressed as a whole, so that no item in it can be found without those before it. "
-                f"Unpack it to .tar; images and recordings in it stay compressed."
+                f"{found.path} is compressed as a whole, so finding an item means reading all items before it. "
+                f"Decompress it to .tar; images and recordings in it stay compressed."
             )
         if found.size_bytes == 0:
             return found
@@ -69,7 +69,7 @@ class Tar(Format, format="tar"):
                         offsets.clear()
                 end = archive.offset
         except tarfile.TarError as error:
-            raise SlurmGPUError(f"{found.path} is cut or damaged: {error}. Copy it again, or pack it again.") from error
+            raise SlurmGPUError(f"{found.path} is truncated or damaged: {error}. Copy it or pack it again.") from error
         if offsets:
             writer.add(np.array(offsets))
         for _ in chunks:  # for their checksum
@@ -77,7 +77,8 @@ class Tar(Format, format="tar"):
         _check_end(found, file, end)
         if writer.n_items == n_before:
             raise SlurmGPUError(
-                f"{found.path} has no item: expected members whose names have a suffix, as 0001.jpg and 0001.json."
+                f"{found.path} has no items; expected members whose names have a suffix, such as 0001.jpg and "
+                "0001.json."
             )
         return writer.n_items - n_before
 
@@ -163,8 +164,8 @@ def _samples(
 
 def _refuse_link(path: str, member: tarfile.TarInfo) -> None:
     raise SlurmGPUError(
-        f"{path}: {as_text(member.name)!r} is a link to {as_text(member.linkname)!r}: expected files with their "
-        f"content. Pack them by `tar --sort=name --dereference --hard-dereference`."
+        f"{path}: {as_text(member.name)!r} is a link to {as_text(member.linkname)!r}; expected files with their "
+        f"content. Pack them with `tar --sort=name --dereference --hard-dereference`."
     )
 
 
@@ -183,7 +184,7 @@ def _data(
     """The data of an item: its key, and the content of each member by its suffix."""
     key = as_text(members[0][1])
     if (size := sum(member.size for member, _, _ in members)) > MOST_BYTES:
-        return ItemError(f"{path}, {key}: it has {size} bytes; expected at most {MOST_BYTES}, as they are in memory")
+        return ItemError(f"{path}, {key}: it has {size} bytes; at most {MOST_BYTES} are read into memory")
     data: dict[str, Any] = {KEY: key}
     for member, _, suffix in members:
         if suffix in data:
@@ -224,8 +225,8 @@ def _check_adjacent(path: str, key: str, seen: set[int]) -> None:
     """SlurmGPUError if an item of this key came before; `seen` has the hashes of keys, which take less memory."""
     if hash(key) in seen:
         raise SlurmGPUError(
-            f"{path} has members of {as_text(key)!r} in two places: expected those of an item one after another. Pack "
-            f"the files in the order of their names, as by `tar --sort=name`."
+            f"{path} has members of {as_text(key)!r} in two places; the members of an item must be adjacent. Pack "
+            f"the files in the order of their names, with `tar --sort=name`."
         )
     seen.add(hash(key))
 
@@ -237,12 +238,12 @@ def _check_end(found: Preview, file: BinaryIO, end: int) -> None:
     while chunk := file.read(min(CHUNK_BYTES, found.size_bytes - end - n_zeros)):
         if chunk.count(0) != len(chunk):
             raise SlurmGPUError(
-                f"{found.path} has more behind its last member, at byte {end}: a damaged header, or a second archive. "
-                f"Pack it again; archives are joined by `tar --concatenate`."
+                f"{found.path} has data after its last member, at byte {end}: a damaged header, or a second archive. "
+                f"Pack it again; to join archives use `tar --concatenate`."
             )
         n_zeros += len(chunk)
     if n_zeros < tarfile.BLOCKSIZE:
         raise SlurmGPUError(
-            f"{found.path} has no end mark behind its last member, at byte {end}: it was cut. Copy it again, or pack "
+            f"{found.path} has no end mark after its last member, at byte {end}: it was truncated. Copy it or pack "
             f"it again."
         )

@@ -43,7 +43,7 @@ class Adapted:
         found = getattr(self.user, "columns", None)
         if not isinstance(found, Mapping):
             raise SlurmGPUError(
-                f"{title_of(self.name)} has no 'columns': a mapping of name to Array, Text, Json or Ragged."
+                f"{title_of(self.name)} has no 'columns'; expected a mapping of name to Array, Text, Json or Ragged."
             )
         return found
 
@@ -182,8 +182,8 @@ class Adapted:
         found: Callable[[Sequence[Item]], Any] | None = self._read_method("prepare", "items")
         if found is not None and not takes(self.user, 2):
             raise SlurmGPUError(
-                f"{title_of(self.name)} has a method prepare(self, items), but its __call__ does not take what that"
-                " returns; expected __call__(self, items, prepared). Rename `prepare` if it is for something else."
+                f"{title_of(self.name)} has a method prepare(self, items), but its __call__ does not take its result;"
+                " expected __call__(self, items, prepared). Rename `prepare` if it is for something else."
             )
         return found
 

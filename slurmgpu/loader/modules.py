@@ -27,8 +27,8 @@ def load_class(full_name: str, search_path: Path) -> type:
     found = getattr(module, class_name, None)
     if inspect.isroutine(found):
         raise SlurmGPUError(
-            f"{module_name}: {class_name} is a function, and a run file names a class. A function is mapped from "
-            f"Python, without a run file: slurmgpu.map({class_name}, items), where items may be the path of the input."
+            f"{module_name}: {class_name} is a function; a run file names a class. Map a function from Python, without "
+            f"a run file: slurmgpu.map({class_name}, items), where items may be the path of the input."
         )
     if not isinstance(found, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
@@ -76,7 +76,7 @@ def at_planning(full_name: str) -> Iterator[None]:
             ) from error
         raise SlurmGPUError(
             f"{title_of(full_name)} needs the module {error.name!r}, which is not installed here. Planning imports the "
-            f"workload on this machine, outside of any image: import it in `load`, or install it here as well. "
+            f"workload on this machine, outside of any image: import the module in `load`, or install it here, too. "
             f"It is imported at {_users_line(error)}."
         ) from error
 

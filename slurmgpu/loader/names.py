@@ -61,7 +61,7 @@ def _of_a_package(use: str) -> str:
     if others is None:
         known = {*BUILT_IN, *installed}
         raise SlurmGPUError(
-            f"Workload {use!r} is neither built in, nor of an installed package, nor of the form "
+            f"Workload {use!r} is neither built in nor from an installed package, and not of the form "
             f"'package.module:Class' or 'file.py:Class'.{did_you_mean(use, known)}"
         )
     [(full_name, package), *more] = others.items()

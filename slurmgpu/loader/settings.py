@@ -65,7 +65,7 @@ def check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
     ]
     if missing:
         raise SlurmGPUError(
-            f"{title_of(full_name)} needs the setting {missing[0]!r}: put it under [settings], or --set."
+            f"{title_of(full_name)} needs the setting {missing[0]!r}: set it in [settings], or with --set."
         )
 
 
@@ -85,7 +85,7 @@ def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> di
                 found[name] = path.read_text(encoding="utf-8").removesuffix("\n")
             except (OSError, ValueError) as error:
                 raise SlurmGPUError(
-                    f"{name} is {value!r}, and {path.absolute()} cannot be read: {error}. "
-                    f"Expected a text, or {FILE!r} and the path of one, relative to the run file."
+                    f"{name} is {value!r}, but {path.absolute()} cannot be read: {error}. "
+                    f"Expected a text, or {FILE!r} and a path relative to the run file."
                 ) from error
     return found

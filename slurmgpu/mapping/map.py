@@ -125,7 +125,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         tables = {"input": named, "workload": table, "settings": settings}
         given = GivenRunFile(tables, base, made, files, modules, texts, CALLED)
         if names := index_names(items):
-            log.warning("Items get no fields of the frame's index, %s: frame.reset_index() has them.", ", ".join(names))
+            log.warning("Items lack the frame's index, %s: pass frame.reset_index() to include it.", ", ".join(names))
         draft = open_ones.enter_context(
             draft_run(
                 given,
@@ -166,7 +166,7 @@ def _place(
         target = open_ones.enter_context(reserved_run_dir(folder, stem))
         return target, earlier_run_dir(target, stem)
     if not isinstance(name, str) or not Path(name).parts:
-        raise SlurmGPUError(f"name is {name!r}; expected the name of a folder, 'first' for runs/first.")
+        raise SlurmGPUError(f"name is {name!r}; expected the name of a folder, such as 'first' for runs/first.")
     return folder / name, None
 
 
@@ -182,10 +182,10 @@ def _refuse_given_twice(values: Overrides) -> None:
     for (table, key), given_by in values.sources.items():
         whole, source = ".".join(filter(None, (table, key))), "overrides" if given_by == SET else given_by
         if table == "sweep":
-            raise SlurmGPUError(f"{source} has [sweep], and slurmgpu.map makes one run. Call it once for each value.")
+            raise SlurmGPUError(f"{source} has [sweep], but slurmgpu.map makes one run. Call it once for each value.")
         if table == "settings":
             raise SlurmGPUError(
-                f"{source} has the setting {key!r}, and a function has none. Give the function its values, by "
+                f"{source} has the setting {key!r}, but a function has no settings. Pass values to the function with "
                 f"functools.partial or `load`."
             )
         if argument := ARGUMENTS.get(whole):
@@ -228,11 +228,11 @@ def _refuse_other_python(draft: Draft) -> None:
     seen = check_here(draft.plan, 0, "cpu")
     found, here = seen.found.get("python"), functions.minor_version()
     if found is None:
-        log.warning("which Python the image has is not known: %s", "; ".join(seen.problems))
+        log.warning("the image's Python is unknown: %s", "; ".join(seen.problems))
     elif not f"{found}.".startswith(f"{here}."):
         raise SlurmGPUError(
-            f"The image has Python {found}, and this is Python {here}: a function cannot be sent there by value. "
-            f"Put it into a module, which is imported, or call map in Python {'.'.join(found.split('.')[:2])}."
+            f"The image has Python {found}, but this is Python {here}, so a function cannot be sent there by value. "
+            f"Put it into a module, which tasks import, or call map in Python {'.'.join(found.split('.')[:2])}."
         )
 
 
@@ -242,7 +242,7 @@ def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
         return None, "mapping"
     if isinstance(items, Mapping | bytes | bytearray) or not _can_be_iterated(items):
         one = (
-            f" Give one of its values, as in items[{next(iter(items))!r}]."
+            f" Pass one of its values, such as items[{next(iter(items))!r}]."
             if isinstance(items, Mapping) and items
             else ""
         )
@@ -255,7 +255,7 @@ def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
         if error.errno not in FULL:
             raise
         raise SlurmGPUError(
-            f"The items do not fit into {scratch.parent}: {error.strerror}. Make room there, or set TMPDIR to another "
+            f"The items do not fit into {scratch.parent}: {error.strerror}. Free space there, or set TMPDIR to another "
             f"folder before Python starts."
         ) from error
 
@@ -285,11 +285,11 @@ def _as_pickled_in(former: Plan, plan: Plan) -> Plan:
 def _declared(columns: Columns | None) -> dict[str, Type]:
     given = columns if isinstance(columns, Mapping) else {} if columns is None else {RESULT: columns}
     if columns is not None and not given:
-        raise SlurmGPUError('columns is empty; expected a type for each column, as in {"score": "float32"}.')
+        raise SlurmGPUError('columns is empty; expected a type for each column, such as {"score": "float32"}.')
     for name, column in given.items():
         if not isinstance(column, str | Column):
             raise SlurmGPUError(
-                f"The column {name!r} has the type {column!r}; expected text, as in {{{name!r}: 'float32'}}, or a "
+                f"The column {name!r} has the type {column!r}; expected text, such as {{{name!r}: 'float32'}}, or a "
                 f"column such as slurmgpu.Text()."
             )
     return {name: described(column) if isinstance(column, Column) else column for name, column in given.items()}
@@ -305,12 +305,12 @@ def _learnt(draft: Draft) -> dict[str, Type]:
     log.info("computing the first %s, to learn the columns", count_of(draft.plan.batch_size, "item"))
     small = probe.draft_part(draft, [(0, min(draft.plan.batch_size, draft.plan.n_items))])
     run, report = probe.compute_probe(small, on_status=None)
-    said = "so that the columns are not known, and nothing was submitted"
+    said = "so the columns are unknown, and nothing was submitted"
     if report["complete"] and report["n_errors"] == report["n_rows"]:
         first = report["errors"][0]
         name = f" ({first['name']})" if first["name"] else ""
         why = f"{first['message'].rstrip('.')}. Its log is in {run.logs}."
-        declare = 'If the fault is its own, declare the columns, as in columns={"score": "float32", "label": "text"}.'
+        declare = 'If only this item fails, declare the columns: columns={"score": "float32", "label": "text"}.'
         raise SlurmGPUError(f"Item {first['index']}{name} failed, {said}: {why} {declare}")
     if (failed := probe.why_failed(run, report)) is not None:
         raise SlurmGPUError(
@@ -350,8 +350,8 @@ def _with_columns(draft: Draft, types: Mapping[str, Type]) -> Draft:
     if unknown := [name for name, kind in types.items() if kind is None]:
         line = ", ".join(f"{name!r}: {kind or 'text'!r}" for name, kind in types.items())
         raise SlurmGPUError(
-            f"The first item has nothing in the column {unknown[0]!r} that would tell its type. "
-            f"Say it, as in columns={{{line}}}."
+            f"The first item has no value in the column {unknown[0]!r} that tells its type. "
+            f"Declare it: columns={{{line}}}."
         )
     columns = columns_of_types(types, "The function's result")
     plan = draft.plan

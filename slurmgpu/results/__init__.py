@@ -97,7 +97,9 @@ class Merged:
                 return ArrayData(column, self._dataset(name))
             return ListData(column, self._dataset(f"{name}/values"), self._dataset(f"{name}/offsets"))
         if not isinstance(name, str):  # also raised by iteration
-            raise TypeError(f"{name!r} names no column; rows are in row({name!r}) and rows(), columns in [name].")
+            raise TypeError(
+                f"{name!r} is not a column's name; use row({name!r}) or rows() for rows, [name] for columns."
+            )
         raise SlurmGPUError(f"{self.path} has no column {name!r}.{did_you_mean(name, self._columns)}")
 
     @property
@@ -241,7 +243,7 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset],
     """The directory, the datasets, and the checker of a merged file."""
     if is_folder(path):
         raise SlurmGPUError(
-            f"{path} is a folder; expected a merged file or a shard: of a run, open({str(path / 'merged.h5')!r})."
+            f"{path} is a folder; expected a merged file or a shard. For a run, open({str(path / 'merged.h5')!r})."
         )
     try:
         reader = Reader(path, same=operator.eq)
@@ -267,7 +269,7 @@ def _damaged(path: Path, kind: str, problems: list[str]) -> str:
     n_more = len(problems) - _MOST_PROBLEMS
     named = "; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {n_more} more" if n_more > 0 else "")
     if kind == SHARD:
-        how = "`slurmgpu merge` leaves it out of the merged file, and `slurmgpu resubmit` computes it again."
+        how = "`slurmgpu merge` leaves it out of the merged file, and `slurmgpu resubmit` recomputes it."
     else:
         how = how_to_go_on(path)
     return f"{path} has changed since it was written: {named}. {how}"

@@ -24,7 +24,7 @@ from slurmgpu.results import condition_numbers as numbers
 _FUNCTIONS = ("abs", "col", "isnan", "len", "lower", "matches")
 
 _ALLOWED = (
-    " A condition is made of columns, numbers, texts, + - * /, comparisons, in, is None, and, or, not,"
+    " A condition may use columns, numbers, texts, + - * /, comparisons, in, is None, and, or, not,"
     ' abs(x), isnan(x), len(x), lower(text), matches(text, "regex") and col("odd name").'
 )
 
@@ -58,7 +58,7 @@ class Condition:
             found = self._value(self._tree, table)
         except pa.ArrowException as error:
             if "overflow" in str(error):  # the one error that depends on values
-                how = "Write 1.0 * before a column, as in 1.0 * index, to compute with fractions, which may be rounded."
+                how = "Write 1.0 * before a column, such as 1.0 * index, to compute with floats, which may be rounded."
                 raise self._wrong(f"a whole number overflows 64 bits. {how}") from error
             raise self._wrong(f"it does not fit the columns: {str(error).splitlines()[0]}") from error
         except (OverflowError, ZeroDivisionError) as error:
@@ -66,7 +66,7 @@ class Condition:
         except RecursionError:
             raise self._wrong("it is nested too deeply.") from None
         if not isinstance(found, pa.ChunkedArray | pa.Array) or found.type != pa.bool_():
-            raise self._wrong("it is neither true nor false. Compare the value with another, as in score > 0.5.")
+            raise self._wrong("it is neither true nor false. Compare the value with another, such as score > 0.5.")
         mask: npt.NDArray[np.bool_] = pc.fill_null(found, False).to_numpy(zero_copy_only=False)
         return mask.astype(bool, copy=False)
 
@@ -119,7 +119,7 @@ class Condition:
             return numbers.compared(op, self._operand(left, table), self._operand(right, table))
         if isinstance(op, ast.Is | ast.IsNot):
             if not (isinstance(right, ast.Constant) and right.value is None):
-                raise self._wrong(f"'is' takes None alone, as in error is None; found {ast.unparse(right)}.")
+                raise self._wrong(f"'is' works only with None, as in error is None; found {ast.unparse(right)}.")
             value = self._value(left, table)
             return pc.is_null(value) if isinstance(op, ast.Is) else pc.is_valid(value)
         match left, right:
@@ -137,7 +137,7 @@ class Condition:
         try:
             choices = [ast.literal_eval(element) for element in elements]
         except ValueError:
-            raise self._wrong("a list may hold numbers and texts alone.") from None
+            raise self._wrong("a list may hold only numbers and texts.") from None
         try:
             return numbers.is_any(value, choices)
         except TypeError as error:
@@ -174,5 +174,5 @@ def _column_of(node: ast.AST) -> str | None:
 
 def _about(text: str, error: SyntaxError) -> str:
     if "=" in text and not any(sign in text for sign in ("==", "!=", "<=", ">=")):
-        return 'one = compares nothing; write ==, as in label == "yes".'
+        return 'a single = does not compare; write ==, as in label == "yes".'
     return f"{error.msg} at character {error.offset}.{_ALLOWED}"

@@ -187,7 +187,7 @@ class RunRows:
         if file is None and self.merged is not None:
             places = np.searchsorted(self._items, (first, last))
             if places[0] < places[1]:
-                self._add_problems(damaged, "the rows in merged.h5 take its place")
+                self._add_problems(damaged, "the rows in merged.h5 are used instead")
                 yield from self._merged_blocks(max(start, first), last, stop, n_bytes)
                 return
         for revision in reversed(older):
@@ -196,7 +196,7 @@ class RunRows:
             self._kinds[shard] = _MISSING
             self._add_problems(damaged, "its rows count as missing")
             return
-        self._add_problems(damaged, "the rows from before its items were computed again take its place")
+        self._add_problems(damaged, "the rows from before its items were recomputed are used instead")
         with file:
             yield from _cut(file, max(start, first) - first, min(stop, last) - first, n_bytes)
 
@@ -272,8 +272,8 @@ def _open_merged(run: Run, verify: bool) -> Merged | None:
     merged = Merged(run.merged, verify=verify)
     if merged.attributes.get("fingerprint") != run.plan.fingerprint:
         raise SlurmGPUError(
-            f"{run.merged} is of another plan than {run.folder / 'run.json'}."
-            f" `slurmgpu merge {run.typed}` writes it again from the run's shards."
+            f"{run.merged} and {run.folder / 'run.json'} belong to different plans."
+            f" `slurmgpu merge {run.typed}` rewrites it from the run's shards."
         )
     return merged
 

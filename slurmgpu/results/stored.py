@@ -42,7 +42,7 @@ class Results:
             raise SlurmGPUError(f"{self._path} cannot be read: {error.strerror}.") from error
         if n_read < len(found):
             raise SlurmGPUError(
-                f"{self._path} was cut while it was open: it ends before byte {start + len(found)}."
+                f"{self._path} was truncated while it was open: it ends before byte {start + len(found)}."
                 f" {how_to_go_on(self._path)}"
             )
 
@@ -83,7 +83,7 @@ Stored: TypeAlias = Dataset | npt.NDArray[Any]
 def how_to_go_on(path: Path) -> str:
     """A sentence on what to do about a damaged file."""
     run = shlex.quote(str(path.parent)) if path.with_name("run.json").exists() else "RUN"
-    return f"`slurmgpu merge {run}` writes merged.h5 again from the run's shards."
+    return f"`slurmgpu merge {run}` rewrites merged.h5 from the run's shards."
 
 
 def missing(path: Path) -> str:
@@ -91,5 +91,5 @@ def missing(path: Path) -> str:
     said = f"There is no file {path}."
     if path.with_name("run.json").exists():
         run = shlex.quote(str(path.parent))
-        said += f" The run's merge writes it; `slurmgpu status {run}` shows how the run stands."
+        said += f" The run's merge writes it; `slurmgpu status {run}` shows the state of the run."
     return said

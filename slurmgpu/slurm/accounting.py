@@ -1,4 +1,4 @@
-"""The lives of a run's tasks by Slurm's accounting, and by slurmctld where that is absent, broken or late."""
+"""The lives of a run's tasks from Slurm's accounting, or from slurmctld if that is absent, broken or late."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ DISABLED = "accounting storage is disabled"
 def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
     """The lives of the run's tasks by accounting; None without an answer, which costs detail only.
 
-    An end that accounting lacks is asked of slurmctld: a cancelled run would look like a preempted one, which is
-    submitted again. With `settled` both are asked again, for up to 20 s and three times at least, until they have the
+    If accounting lacks an end, slurmctld is asked: otherwise a cancelled run would look like a preempted one, which is
+    resubmitted. With `settled` both are asked repeatedly, for up to 20 s and at least three times, until they have the
     end of each attempt that recorded none, or does not know who ended it.
     """
     deadline, n_rounds = time.monotonic() + PATIENCE_S, 0
@@ -48,7 +48,7 @@ def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
         may_settle = n_rounds < MIN_ROUNDS or time.monotonic() < deadline
         if not (settled and is_there and jobs and may_settle):
             if failure is not None:
-                log.warning("the report does without Slurm's accounting: %s", failure)
+                log.warning("the report is made without Slurm's accounting: %s", failure)
             return lives
         time.sleep(1.0)
 
@@ -92,7 +92,7 @@ def _begins(run: Run, lines: Sequence[SubmissionLine]) -> dict[str, float]:
 
 
 def _unsettled(run: Run, lives: Lives | None) -> set[str]:
-    """The array jobs of attempts of which Slurm, or a record that is read again, may still say how they ended."""
+    """The array jobs of attempts whose end is unknown, but may still come from Slurm or from their records."""
     return {array_of(attempt["attempt"]) for attempt in attempts_of(run, lives) if _is_unsettled(attempt)}
 
 

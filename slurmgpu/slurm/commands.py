@@ -1,4 +1,4 @@
-"""Slurm's commands and their answers; a failure of one costs detail, never data."""
+"""Run Slurm's commands and parse their answers; if one fails, details are lost, never data."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from slurmgpu.util.array_ids import array_of
 log = logging.getLogger(__name__)
 
 TIMEOUT_S, TELL_S = 30, 5
-"""How long a command may take, and how long until it is named: sacctmgr waits for a slurmdbd that hangs."""
+"""How long a command may take, and how long until a warning names it: sacctmgr waits for a slurmdbd that hangs."""
 _NAMED: set[str] = set()
 """Commands that were named: one that waits for a run asks again every few seconds."""
 ARRAY_JOB = "ARRAY_JOB"
 """The placeholder of the array's id in the script of a merge that is only shown."""
 NOT_HERE = (
-    "There is no {} here. Submit from a node of the cluster, or use this machine: --executor local, with --gpus 0 if "
-    'it has none; in Python executor="local", gpus=0.'
+    "This machine has no {}. Submit from a node of the cluster, or compute here: --executor local, with --gpus 0 if "
+    'there are none (in Python: executor="local", gpus=0).'
 )
 
 NOT_SET_UP = (
-    "{} is installed here and finds no cluster: neither SLURM_CONF, nor /etc/slurm/slurm.conf, nor DNS names one. "
-    "Submit from a node of the cluster, or use this machine: --executor local, with --gpus 0 if it has none; "
-    'in Python executor="local", gpus=0.'
+    "{} is installed here but finds no cluster: neither SLURM_CONF, nor /etc/slurm/slurm.conf, nor DNS names one. "
+    "Submit from a node of the cluster, or compute here: --executor local, with --gpus 0 if there are none "
+    '(in Python: executor="local", gpus=0).'
 )
 NO_CONFIGURATION = "Could not establish a configuration source"
 """The end of Slurm's message for it."""
@@ -47,12 +47,12 @@ SILENCE = re.compile(
     "Unable to contact slurm controller|Socket timed out|Zero Bytes were|Communication \\w+ failure|standby mode"
     f"|{FULL}"
 )
-"""Messages of slurm_errno.h; sbatch may have queued a job all the same, unless no slurmctld took its request."""
+"""Messages of slurm_errno.h; sbatch may still have queued a job, unless no slurmctld took its request."""
 NOT_TAKEN = re.compile(f"Unable to contact slurm controller \\(connect failure\\)|standby mode|{FULL}")
 
 INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
 KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}
-"""Not a job's: where Slurm's commands find the cluster, and by which token it knows the user."""
+"""Variables that do not belong to a job: they tell Slurm's commands the cluster and the user's token."""
 
 PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_CLUSTERS")
 """Prefixes of a user's options for commands, which could hide jobs or ask other clusters."""
@@ -327,19 +327,19 @@ def cluster_name() -> str:
 
 
 def other_cluster() -> str | None:
-    """Why sbatch, as this shell types it, would submit to another cluster than the one that is asked here; or None.
+    """Why sbatch would submit to another cluster than this one, because of the environment; or None.
 
-    Where several are named, it takes the one where the job starts first.
+    If the environment names several, sbatch takes the one where the job starts first.
     """
     for name in CLUSTER_VARIABLES:
         named = os.environ.get(name, "")
         if named and named.lower() != (own := cluster_name()).lower():  # Slurm's names of clusters are in lower case
-            return f"{name} = {named} in the environment names other clusters than {own}, which is the one here."
+            return f"{name} = {named} in the environment names other clusters than this one, {own}."
     return None
 
 
 def array_limits(config: Mapping[str, str]) -> dict[str, int]:
-    """How many tasks an array may have, by the names of the cluster's limits; of MaxArraySize 0 there are no arrays.
+    """How many tasks an array may have, by name of the cluster's limit; MaxArraySize 0 means no arrays.
 
     Indices run to MaxArraySize - 1.
     """

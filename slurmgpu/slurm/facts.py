@@ -33,7 +33,7 @@ Row = Mapping[str, str]
 
 @dataclass
 class Facts:
-    """A cluster's limits in Slurm's own terms; what a command did not answer is empty, and a note says so.
+    """A cluster's limits in Slurm's own terms; if a command did not answer, its part is empty, and a note says so.
 
     `partitions` are by name, and so are `gpus`: for each node of a partition its GPUs by type. `associations` are this
     user's with the account, those of the account, and those of the accounts above it; they and `qos` are empty if they

@@ -1,4 +1,4 @@
-"""The job that this process runs in, and when it ends: from the environment, and by squeue while the task begins."""
+"""The job that this process runs in, and when it ends: from the environment, and from squeue while the task begins."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def nodes_here() -> int:
 def refuse_copies() -> None:
     """Raise SlurmGPUError unless this is the only process of its job on this node, and the other nodes have one each.
 
-    Copies of a task would be one attempt, whose claims and files they all take for their own.
+    Copies of a task would share one attempt, and each would consider its claims and files its own.
     """
     n_nodes, n_job_nodes = nodes_here(), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     n_processes = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if n_processes != n_nodes or n_nodes != n_job_nodes:
         raise SlurmGPUError(
-            f"The task was started {n_processes} times on {n_nodes} of the job's {n_job_nodes} nodes; expected once on "
-            f"each: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1, as the scripts in sbatch/ do. "
-            f"Each starts the processes of its GPUs itself."
+            f"The task was started {n_processes} times on {n_nodes} of the job's {n_job_nodes} nodes; expected once "
+            "per node: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1, as in the scripts in sbatch/. The task "
+            "starts the processes for its GPUs itself."
         )
 
 
@@ -145,7 +145,7 @@ class _Asked:
             int(restart)
         except (commands.SlurmUnavailableError, StopIteration, ValueError) as error:
             self._end = self.known_end
-            log.warning("squeue does not say when the walltime ends: %s", error or "squeue does not know this job")
+            log.warning("the end of the walltime is unknown: %s", error or "squeue does not know this job")
         else:
             seconds = seconds_of(left)
             self._end = None if seconds is None else time.time() + seconds

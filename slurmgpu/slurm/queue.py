@@ -1,4 +1,4 @@
-"""The jobs in Slurm's queue, by squeue, and which of them belong to a run."""
+"""Ask squeue for jobs, and find those that belong to a run."""
 
 from __future__ import annotations
 
@@ -195,8 +195,8 @@ def _name_of(run: Run, line: SubmissionLine, key: Literal["array_job", "merge_jo
 def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[Job] | None = None) -> list[Job] | None:
     """A run's jobs in the queue, by one call of squeue; `last` if it does not answer.
 
-    An empty list means that the queue has none of the jobs that it should have; None that it need not have any, as for
-    a run on another cluster. `among` are all of the user's jobs, if they are known already.
+    An empty list means that the queue lacks the jobs that it should have; None that it need not have any, for example
+    for a run on another cluster. `among` are all of the user's jobs, if they are known already.
     """
     lines = run.submissions()
     # Also of an array whose merge job could not be queued, and which could not be cancelled.
@@ -206,7 +206,7 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
         told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among, and_requeued=True)]
         expected = expected and (bool(told) or _are_here(lines))
     except commands.SlurmUnavailableError as error:
-        log.log(logging.WARNING if expected else logging.DEBUG, "the queue is not known: %s", in_short(error))
+        log.log(logging.WARNING if expected else logging.DEBUG, "the queue is unknown: %s", in_short(error))
         return last
     return told if told or expected else None
 

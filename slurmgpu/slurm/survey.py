@@ -57,7 +57,7 @@ class Survey:
 def survey() -> Survey:
     """Ask sinfo, scontrol and, if it answers, sacctmgr; SlurmUnavailableError if there is no Slurm."""
     if shutil.which("sinfo") is None:
-        raise SlurmUnavailableError("There is no sinfo here. Write the site file on a node of the cluster.")
+        raise SlurmUnavailableError("This machine has no sinfo. Write the site file on a node of the cluster.")
     partitions = _partitions(commands.table("\x1f", 5, "sinfo", "--noheader", "--format", "%P\x1f%a\x1f%l\x1f%D\x1f%G"))
     config = commands.configuration()
     accounts, qos = _accounts(config.get("ClusterName"))

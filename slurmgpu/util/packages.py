@@ -39,7 +39,7 @@ def check_imports(what_needs: str, modules: Mapping[str, str], to_do: str) -> No
     lacks = [said for name, said in modules.items() if name not in sys.modules and find_spec(name) is None]
     if lacks:
         raise SlurmGPUError(
-            f"{what_needs} {' and '.join(lacks)}, which {sys.executable} cannot import: {to_do}, or set image under "
+            f"{what_needs} {' and '.join(lacks)}, which {sys.executable} cannot import: {to_do}, or set image in "
             f"[container] to one that has {'it' if len(lacks) == 1 else 'them'}."
         )
 

@@ -150,22 +150,22 @@ def _read(path: os.PathLike[str] | str, max_bytes: int, own: bool = False) -> tu
             raise UnusableFileError(path, why_not)
         size = status.st_size
         if size > max_bytes:
-            raise UnusableFileError(path, f"it has {size:,} bytes, more than the {max_bytes:,} that make sense")
+            raise UnusableFileError(path, f"it has {size:,} bytes; at most {max_bytes:,} are plausible")
         content = b""
         while chunk := file.read(min(max_bytes + 1 - len(content), max(size, 4096))):
             content += chunk
             if len(content) > max_bytes:
-                raise UnusableFileError(path, f"it grows beyond the {max_bytes:,} bytes that make sense")
+                raise UnusableFileError(path, f"it grows beyond {max_bytes:,} bytes, which is not plausible")
         return content, status
 
 
 def why_not_own(status: os.stat_result, folder: Path) -> str | None:
     """Why another user may have written a file in a folder; None if only this user or root can have."""
     if not is_own(status.st_uid, folder):
-        return f"it is owned by the user with the number {status.st_uid}, not by you"
+        return f"it is owned by the user with uid {status.st_uid}, not by you"
     # The mode of a link says nothing. With an ACL the group's bits are the mask, which limits what it grants.
     if status.st_mode & OTHERS_WRITE and not stat.S_ISLNK(status.st_mode):
-        return f"others than its owner may write it (mode {stat.S_IMODE(status.st_mode):04o})"
+        return f"users other than its owner may write it (mode {stat.S_IMODE(status.st_mode):04o})"
     return None
 
 

@@ -54,19 +54,19 @@ class Failure:
 
 
 INTERRUPTED = Failure("interrupted", "left for later")
-"""A call whose workload saved its progress and raised Interrupted: no failure, and no row."""
+"""The end of a call that saved its progress and raised Interrupted: neither a failure nor a row."""
 NOT_ASKED = Failure(
     "item_error",
-    "the workload raised Interrupted though nobody had asked it to stop: task.stopping() says when to",
+    "the workload raised Interrupted although it was not asked to stop; raise it only if task.stopping() is true",
     ("interrupted",),
 )
 
 
 def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
-    """The end of a call for the whole group, from its end on each rank: as on the lowest rank that failed.
+    """The end of a call for the whole group, given its end on each rank: that of the lowest rank that failed.
 
-    If the group was asked to stop, Interrupted goes first: other errors may come from a rank that missed the others,
-    and rows from one that did not hear in time. The item resumes from its progress, and real errors occur again.
+    If the group was asked to stop, Interrupted has priority: other errors may come from a rank whose peers had left,
+    and rows from one that was told too late. The item resumes from its progress, and real errors occur again.
     """
     if INTERRUPTED in ways and is_asked:
         return INTERRUPTED

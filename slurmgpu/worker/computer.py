@@ -33,9 +33,9 @@ from slurmgpu.workload import Item
 log = logging.getLogger(__name__)
 
 PAUSE_S, PAUSE_GROWTH = 2.0, 4.0
-"""How long to wait before items are computed again, and by which factor longer the next time."""
+"""How long to wait before items are retried, and the factor for the next wait."""
 LONGEST_PAUSE_S = 300.0
-"""The longest such wait, whatever the workload asks for: it may hold a GPU meanwhile."""
+"""The longest such wait, whatever the workload asks for, because the task holds a GPU meanwhile."""
 _PENDING = Failure("item_error", "not computed")
 
 
@@ -90,12 +90,12 @@ def common_failure(shards: Sequence[Computed]) -> Failure | None:
 
 
 class _SampledError(Exception):
-    """Enough items of this shard failed alike: those of another are to show whether all do."""
+    """Enough items of this shard failed alike: another shard will show whether all do."""
 
 
 @dataclass
 class _Shard:
-    """A shard while it is computed: what is done of it, and calls that are put off to its end, alone or not.
+    """A shard while it is computed: its rows so far, and calls that are put off to its end.
 
     `alone` are the failures of calls of one item.
     """
@@ -122,14 +122,14 @@ class Computer:
     the calls. The workload writes its notes on a shard into `noted`. Errors name the line in the user's code, which
     lies in `folder`.
 
-    What may pass is computed again up to `retries` times, at the shard's end: rank 0 tells the others by
+    Failures that may pass are retried up to `retries` times, at the shard's end: rank 0 tells the others with
     `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
     Rows get the fields `kept` of their items, by column; the log names an item by its field `key`.
 
-    As long as all calls fail alike, and the worker `doubts()` that the workload works, a call is not halved, for which
-    a program that loads a model may need hours: its items are computed alone, in random order, until one does not fail
-    so. Once `is_enough(n_failed)`, the rest of the shard is left, and what is computed is a sample. Until an item is
-    computed, `tell(text)` shows in `slurmgpu status` how all calls fail; an empty text ends that.
+    As long as all calls fail alike, and the worker `doubts()` that the workload works, a call is not halved, which
+    could take a program that loads a model hours. Instead its items are computed alone, in random order, until one ends
+    differently. Once `is_enough(n_failed)`, the rest of the shard is left, and the computed items are a sample. Until
+    an item is computed, `tell(text)` shows in `slurmgpu status` how all calls fail; an empty text ends that.
 
     If the workload prepares its items, `following()` is the first batch of the next shard, and `meanwhile()` is called
     before each call, when the items of the next one have begun to be prepared.
@@ -228,9 +228,8 @@ class Computer:
     def compute(self, taken_in: TakenIn, history: History) -> Computed:
         """Rows for the items of a shard.
 
-        Raises Interrupted if the workload left an item for later, or the task ends before what failed can be tried
-        again, and WorkerFailedError if a resumable one could not keep what it has of an item: then the shard has no
-        rows yet.
+        Raises Interrupted if the workload left an item for later, or if the task ends before failed items can be
+        retried; WorkerFailedError if a resumable workload could not save its progress. Then the shard has no rows yet.
         """
         shard = _Shard(taken_in, Computed(taken_in.rows), self.retries)
         done = shard.done
@@ -352,7 +351,7 @@ class Computer:
             free_memory()
             shard.done.oom_batch = min(shard.done.oom_batch or half, half)
             first, last = min(item.index for item in items), max(item.index for item in items)
-            log.warning("%s of %d, items %d..%d; going on with %d", logged, len(items), first, last, half)
+            log.warning("%s of %d, items %d..%d; continuing with %d", logged, len(items), first, last, half)
         else:
             shard.done.narrowed += 1
         for part in filter(None, (items[:half], items[half:])):
@@ -364,7 +363,7 @@ class Computer:
         """Compute items of a failed call alone, in random order, until one does not fail as the call; those left."""
         first, last = min(item.index for item in items), max(item.index for item in items)
         log.warning(
-            "items %d..%d: %s; each is computed alone, until one ends otherwise", first, last, failure.first_line
+            "items %d..%d: %s; computing each alone, until one ends differently", first, last, failure.first_line
         )
         left = {item.index: item for item in items}
         for item in CHANCE.sample(items, len(items)):
@@ -462,9 +461,9 @@ class Computer:
         return attempt(function, n_items, folder=self.folder, resumes=self.workload.resumes)
 
     def _end_if_used_up(self, failure: Failure | None) -> None:
-        """Raise WorkerBrokenError if no file or thread was left, and none is now that what failed has let its own go.
+        """Raise WorkerBrokenError if the process had no file or thread left, and still has none after the failed call.
 
-        If anything was computed before, that has kept them, and not the items in hand.
+        If anything was computed before, that used them up, not the current items.
         """
         if failure is not None and failure.is_of_process and is_used_up():
             raise WorkerBrokenError(failure.message, blames_items=not self._has_computed)

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""The environment variable by which PyTorch imports back ends of other packages, unless it is something but "1"."""
+"""The environment variable that makes PyTorch import back ends of other packages, if it is unset or "1"."""
 DEATH_S = 5.0
 """How long to wait for killed processes: one blocked on a disk or a GPU may not die at all."""
 
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass
 class _Rank:
-    """A fork that waits for the port of the group's store: the end of its pipe that the launcher has."""
+    """A fork that waits for the port of the group's store: the launcher's end of its pipe."""
 
     pid: int
     told: int

@@ -1,7 +1,7 @@
 """Several processes for one task: a rank's place among them, and their synchronisation.
 
-The ranks speak by a TCPStore of their launcher. The store and gloo do not authenticate, and other users of the node
-reach them. So everything that controls the ranks is signed, including what `torch.distributed` pickles.
+The ranks communicate through a TCPStore of their launcher. The store and gloo do not authenticate, and other users of
+the node can reach them. So everything that controls the ranks is signed, including what `torch.distributed` pickles.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PeersMissingError(Exception):
     """Some ranks did not arrive in time; `rank` waited for them with `value`."""
 
     def __init__(self, rank: int, value: Any, patience_s: float) -> None:
-        super().__init__(f"other ranks did not come within {patience_s:g} s")
+        super().__init__(f"other ranks did not arrive within {patience_s:g} s")
         self.rank = rank
         self.value = value
 
@@ -98,7 +98,7 @@ class Group:
                 self._store.delete_key(f"{turn - 1}/{self.rank}")
         except DistNetworkError as error:
             # The launcher is dead, and so is the group. The task notices that itself.
-            log.error("the group's store is gone: %s", error)
+            log.error("the group's store cannot be reached: %s", error)
             os._exit(EXIT_ABANDONED)
         return values
 

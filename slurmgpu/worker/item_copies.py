@@ -12,7 +12,7 @@ _UNCHANGEABLE = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def own_copies(items: Sequence[Item]) -> list[Item]:
-    """The same items with data of their own: what is changed in them, also in a list in them, is not in the items'."""
+    """Deep copies of the items' data: changes in them, also in nested lists, do not reach the originals."""
     return [Item(item.index, _own_data(item.data), item.run_seed) for item in items]
 
 

@@ -52,7 +52,7 @@ def load_workload(plan: Plan, task: TaskContext) -> Adapted:
             workload.load(task)
     except SlurmGPUError as error:
         if error.__cause__ is not None:
-            log.info("what led to it:", exc_info=error.__cause__)
+            log.info("its cause:", exc_info=error.__cause__)
         raise WorkerFailedError(kind_of(error), message_of(error)) from error
     except INTERRUPTS:
         raise
@@ -65,8 +65,8 @@ def load_workload(plan: Plan, task: TaskContext) -> Adapted:
 def load_together(load: Callable[[], Adapted], group: Group) -> Adapted:
     """The result of `load`, once all ranks have it.
 
-    A rank that fails does not end at once, but waits for the others: those in a collective would fail of its end, and
-    it may have failed because another one has died, whose launcher ends it meanwhile.
+    A rank that fails does not end at once but waits for the others: its end would make those in a collective fail, and
+    it may itself have failed because another rank died, whose launcher then ends it.
     """
     loaded: Adapted | None = None
     failure: WorkerFailedError | None = None

@@ -20,9 +20,9 @@ FLUSH_S = 1.0
 """Points are sent at most this often, or with the worker's next event."""
 BURST = 2000
 RATE = 100.0
-"""After a burst, so many points a second are kept; of others only the last one before the next event."""
+"""After a burst, this many points a second are kept; of the others only the last one before the next event."""
 HALVING_BYTES = 16 << 20
-"""Each time that a process has kept so much, it keeps half as many points a second from then on."""
+"""Each time a process has kept this many more points, it halves the rate."""
 LARGEST_STEP = 2**63 - 1
 
 
@@ -53,7 +53,7 @@ class LoggedValues:
             if self._last is not None:
                 self._n_left_out += 1
                 if self._n_left_out == 1:
-                    log.warning("task.log is called more than %.3g times a second: some steps are left out", rate)
+                    log.warning("task.log is called more than %.3g times a second, so some steps are left out", rate)
             if self._room < 1:
                 self._last = point
                 return
@@ -117,7 +117,7 @@ def _checked(step: Any) -> int:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | str]:
     if not values:
-        raise TypeError("task.log: there is no value; name at least one, as in task.log(step, loss=0.3).")
+        raise TypeError("task.log: there is no value; name at least one, such as task.log(step, loss=0.3).")
     return {name: _number(name, value) for name, value in values.items()}
 
 

@@ -103,7 +103,7 @@ def run_process() -> None:
             sys.stderr.flush()
         os._exit(exit_code)
     if lasting := [thread.name for thread in threading.enumerate() if not thread.daemon][1:]:  # the first is this one
-        log.info("Python ends when threads that the workload has started do: %s", ", ".join(lasting))
+        log.info("Python waits for threads that the workload started: %s", ", ".join(lasting))
 
 
 if __name__ == "__mp_main__":

@@ -1,10 +1,10 @@
 """Parts of an item: where there are fewer items than tasks, several tasks compute one item together.
 
-Each of them calls the workload with that item. What the workload computes by `TaskContext.divide` is cut into parts; a
-task computes those that no other has, and reads the others' values from files. The first values of a part that are
-published stay, and every task uses them, also the one that computed others. The shard is published as always, by the
-task that holds it. Nothing else depends on these files: a part that is lost is computed again, by the holder alone if
-they cannot be used; another task leaves the item then.
+Each of these tasks calls the workload with that item. `TaskContext.divide` cuts the work into parts; a task computes
+the parts that no other task has, and reads the values of the others from files. The first published values of a part
+stay, and every task uses them, even one that computed different ones. The task that holds the shard publishes it as
+usual. Nothing else depends on these files: a lost part is recomputed. If the files cannot be used, the holder computes
+all parts alone, and other tasks leave the item.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Parts:
                 if len(n_free) == COMPARED:
                     break
         except OSError as error:
-            log.warning("whether others' shards have parts left is unknown: %s", error)
+            log.warning("the parts left in shards of other tasks are unknown: %s", error)
             return None
         if n_free:
             best = max(n_free, key=n_free.__getitem__)
@@ -144,7 +144,7 @@ class Parts:
                 for number in claims.numbers():
                     claims.release(number, self.claim)
         except OSError as error:
-            log.warning("parts are not given back, and their leases end instead: %s", error)
+            log.warning("parts were not given back; other tasks wait until their leases end: %s", error)
 
     def begin(self, shard: int, *, is_joined: bool = False) -> None:
         """The next calls of the workload are of this shard, which another task holds if it `is_joined`."""
@@ -203,11 +203,11 @@ class Parts:
                 raise Interrupted
         except _NotSharedError as error:
             if self.is_joined:
-                log.info("leaves the item to the task that holds it: %s", error)
+                log.info("the item is left to the task that holds it: %s", error)
                 self.has_left = True
                 raise Interrupted from error
             # Others may find other values for what is computed here, and go on with those.
-            log.warning("the parts that are left are computed by this task alone: %s", error)
+            log.warning("this task computes the remaining parts alone: %s", error)
             self._is_alone = True
 
 
@@ -218,7 +218,7 @@ def remove_parts(run: Run) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        log.warning("%s stays, and does no harm: %s", run.folder / FOLDER, error)
+        log.warning("%s could not be removed, which does no harm: %s", run.folder / FOLDER, error)
 
 
 class _NotSharedError(Exception):
@@ -347,10 +347,10 @@ def _read(path: Path, n_values: int) -> list[Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        log.warning("%s cannot be read, and its part is computed again: %s", path, error)
+        log.warning("%s cannot be read, so its part is recomputed: %s", path, error)
         return None
     if hashlib.sha256(content).hexdigest().encode() != digest:
-        log.warning("%s is damaged, and its part is computed again", path)
+        log.warning("%s is damaged, so its part is recomputed", path)
         return None
     values: list[Any] = json.loads(content)
     return values if len(values) == n_values else None

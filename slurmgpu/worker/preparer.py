@@ -85,7 +85,7 @@ def only_for_calls(name: str, function: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> T:
         if _this_thread.prepares:
-            raise RuntimeError(f"`prepare` calls {name}, which is of the call that computes now; use it in __call__")
+            raise RuntimeError(f"`prepare` must not call {name}, which belongs to the current call; use it in __call__")
         return function(*args, **kwargs)
 
     return checked

@@ -1,4 +1,4 @@
-"""Writes computed shards to files and publishes them; if others are claimed ahead, beside the thread that computes."""
+"""Write computed shards to files and publish them; if others are claimed ahead, in a second thread."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Publisher:
     def _report(self, one: ComputedShard, won: bool) -> None:
         shard, computed = one.shard, one.computed
         errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
-        how = "published" if won else "computed, and published by another task before"
+        how = "published" if won else "computed, but another task published it first"
         n_rows = len(computed.rows)
         log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, one.seconds, errors.total(), n_rows)
         self.report(

@@ -1,4 +1,4 @@
-"""Find the next shard: a free one, one whose owner died, or that nothing is left to do.
+"""Find the next shard: a free one, or one whose owner died; or find that nothing is left to do.
 
 Listings may be outdated: before a task ends because of one, shards are looked up by name or listed again.
 """

@@ -1,4 +1,4 @@
-"""A thread beside the one that computes, which runs one function after another."""
+"""A second thread, next to the one that computes, which runs one function after another."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def probe(n_gpus: int) -> Found:
     if n_gpus:
         torch = found["packages"].get("torch", "")
         if torch.endswith("+cpu"):
-            found["problems"].append(["container", f"torch {torch} is built for CPUs alone; take an image with CUDA"])
+            found["problems"].append(["container", f"torch {torch} is built for CPUs only; use an image with CUDA"])
         try:
             found["gpus"] = [asdict(gpu) for gpu in gpus.probe(n_gpus)]
         except GPUFaultError as error:

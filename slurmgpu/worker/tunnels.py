@@ -17,7 +17,7 @@ from slurmgpu.run.rendezvous import KEEPALIVE, Listener, connect
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 120.0
-"""How much later than another node's the leader's launcher may start."""
+"""How much later than other launchers the leader's launcher may start."""
 PAUSE_S = 0.2
 CHUNK_BYTES = 1 << 16
 

@@ -23,10 +23,10 @@ def is_enough(n_items: int, seconds: float) -> bool:
 
 @dataclass
 class Unpublished:
-    """The shards that are computed and not published: all of their items failed alike, so the workload may be at fault.
+    """Computed shards that are held back: all of their items failed alike, so the workload may be at fault.
 
-    `is_any_published()` says whether the run has a shard, by any task; `is_trusted` whether the workload is known to
-    work.
+    `is_any_published()` says whether any task of the run has published a shard; `is_trusted` whether the workload is
+    known to work.
     """
 
     is_any_published: Callable[[], bool]

@@ -184,7 +184,7 @@ class Worker:
             return []
         files = importer.outside(Path(self.run.plan.search_path))
         if new := [file for file in files if file not in logged]:
-            log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(new))
+            log.warning("not in the snapshot of the code, so the current file was imported: %s", ", ".join(new))
         bypassed = importer.bypassed()
         if new := [file for file in bypassed if file not in logged]:
             log.warning("imported from disk by another loader, not from the snapshot of the code: %s", ", ".join(new))
@@ -204,7 +204,7 @@ class Worker:
                 if self._is_joined(shard):
                     continue
                 self.report({"event": "left", "shard": shard})
-                log.info("shard %d: left%s", shard, ", with what is kept of it" if self._resumes else "")
+                log.info("shard %d: left%s", shard, ", with its progress kept" if self._resumes else "")
                 continue  # usually to the end; after a takeover to the next shard
             if self._is_joined(shard):
                 continue
@@ -213,7 +213,7 @@ class Worker:
                 # By the clock as it is set now: its task does not know whether it was set since.
                 self._unpublished.add(ComputedShard(shard, computed, time.time() - seconds, seconds, self._code()))
             if computed.is_sample:
-                log.warning("shard %d: its other items wait, until another shard shows whether all items fail", shard)
+                log.warning("shard %d: its other items wait until another shard shows whether all items fail", shard)
             self._claimer.draws = self._unpublished.wants_another()
             if not self._claimer.draws:
                 self._publish_all()
@@ -278,7 +278,7 @@ class Worker:
                 if isinstance(taken, Held):
                     index = self.run.plan.indices(*self.run.plan.bounds(shard))[0]
                     self._shard = None
-                    self._tell(f"computes parts of item {index}")
+                    self._tell(f"computing parts of item {index}")
                     log.info("shard %d: parts of item %d, whose shard another task holds", shard, index)
                 else:
                     self._begin(shard)
@@ -314,7 +314,7 @@ class Worker:
             try:
                 self._publisher.read_former(shard, revision)
             except DamagedShardError as error:
-                log.warning("all items of shard %d are computed again: %s", shard, error)
+                log.warning("all items of shard %d are recomputed: %s", shard, error)
                 return [self.run.plan.bounds(shard)]
         return self.run.items_of(shard)
 
@@ -390,7 +390,7 @@ class Worker:
         """Wait until `n_items` can be tried again; False if the task has to end before that."""
         # A thousand tasks that a server refused must not all return at once.
         seconds = min(seconds * CHANCE.uniform(1.0, 1.25), LONGEST_PAUSE_S)
-        log.info("waiting %.0f s, then %s again", seconds, count_of(n_items, "item"))
+        log.info("waiting %.0f s before retrying %s", seconds, count_of(n_items, "item"))
         self.report({"event": "waiting", "seconds": seconds, "items": n_items})
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0 and not self._deadline.over(left):

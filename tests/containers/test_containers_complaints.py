@@ -110,13 +110,13 @@ def overwrite(image, place, content):
 )
 def test_a_damaged_image(blame, image, normal_user, damage):
     damage(image)
-    check(blame(("-c", "exit 1"), image=image, user=normal_user), "damaged or cut short", node_at_fault=False)
+    check(blame(("-c", "exit 1"), image=image, user=normal_user), "damaged or truncated", node_at_fault=False)
 
 
 def test_a_root_file_system_that_the_kernel_refuses(blame, image):
     as_root()
     overwrite(image, read_sif(image).root_offset + 200, b"\xff" * 3800)
-    check(blame(image=image), "damaged or cut short", node_at_fault=False)
+    check(blame(image=image), "damaged or truncated", node_at_fault=False)
 
 
 def test_an_image_for_another_architecture(blame, image):
@@ -154,7 +154,7 @@ def test_a_program_for_another_processor(blame, tmp_path):
 
 def test_a_missing_source_of_a_bind(blame):
     error = blame(binds=[Bind("/none/such", "/mnt/x")])
-    check(error, "the folder /none/such, which is to be bound", node_at_fault=True)
+    check(error, "the folder /none/such, which should be bound", node_at_fault=True)
 
 
 def test_a_working_folder_that_is_not_seen_inside(blame):
@@ -191,7 +191,7 @@ def test_a_node_without_fuse(blame, tmp_path, how):
             lines += [f"touch {tmp_path}/{name}", f"mount --bind /dev/{name} {tmp_path}/{name}"]
         before = as_nobody(" && ".join([*lines, f"mount --rbind {tmp_path} /dev"]))
     error = blame(before=before)
-    check(error, "gives no /dev/fuse", node_at_fault=True)
+    check(error, "gives no access to /dev/fuse", node_at_fault=True)
     assert 'stage = "unpack"' in str(error)
 
 
@@ -306,7 +306,7 @@ def test_what_nobody_foresaw_is_quoted():
         (
             "FATAL:   container creation failed: image driver mount failure: image driver squashfuse_ll instance "
             "exited with error: squashfuse_ll exited: Something went wrong trying to read the squashfs image.",
-            "damaged or cut short",
+            "damaged or truncated",
             False,
             "container",
         ),

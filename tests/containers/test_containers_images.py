@@ -66,7 +66,7 @@ def test_a_sandbox_is_identified_by_its_labels(apptainer, tmp_path):
     labels.write_text(labels.read_text().replace("build-date", "built-when"))
     with pytest.raises(ContainerError, match="not the one that this run was planned with"):
         same_image(other, found)
-    with pytest.raises(ContainerError, match="no sif"):
+    with pytest.raises(ContainerError, match="not a sif"):
         same_image(apptainer.sandbox, identify(apptainer.sif))
 
 
@@ -115,15 +115,15 @@ def no_root(image):
         (lambda image: image.write_text("hello"), "is not a container image"),
         (lambda image: image.write_bytes(b""), "is not a container image"),
         (lambda image: cut(image, 100), "is not a container image"),
-        (lambda image: cut(image, 128), "cut short"),
-        (lambda image: cut(image, 20_000), "cut short"),
-        (lambda image: cut(image, image.stat().st_size - 1), "cut short"),
+        (lambda image: cut(image, 128), "truncated"),
+        (lambda image: cut(image, 20_000), "truncated"),
+        (lambda image: cut(image, image.stat().st_size - 1), "truncated"),
         (other_arch, f"is built for {OTHER[1]}"),
         (encrypted, "is encrypted"),
         (no_root, "has no root file system"),
-        (lambda image: write(image, read_sif(image).root_offset, b"\0\0\0\0"), "no squashfs"),
-        (lambda image: write(image, 42, b"02"), "of SIF version 02"),
-        (lambda image: (image.unlink(), image.mkdir()), "no .singularity.d"),
+        (lambda image: write(image, read_sif(image).root_offset, b"\0\0\0\0"), "not squashfs"),
+        (lambda image: write(image, 42, b"02"), "has SIF version 02"),
+        (lambda image: (image.unlink(), image.mkdir()), "lacks .singularity.d"),
     ],
 )
 def test_what_cannot_run_is_refused_in_a_sentence_that_names_it(image, damage, sentence):

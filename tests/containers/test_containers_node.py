@@ -149,7 +149,7 @@ def test_a_bind_whose_source_this_node_lacks_is_found(container, tmp_path):
 
 
 def test_two_sources_for_one_place_are_refused(container, tmp_path):
-    with pytest.raises(ContainerError, match="both to be bound to /mnt"):
+    with pytest.raises(ContainerError, match="have the same destination, /mnt"):
         prepare(container(binds=(Bind("/usr", "/mnt"),)), [Bind(str(tmp_path), "/mnt")], os.environ)
 
 
@@ -207,7 +207,7 @@ def test_scratch_that_is_somebody_elses_or_a_link_is_refused(container, tmp_path
 def test_scratch_that_cannot_be_used_is_the_nodes_fault(container, tmp_path):
     (tmp_path / "file").touch()
     for scratch in (tmp_path / "none", tmp_path / "file"):
-        with pytest.raises(ContainerError, match=r"\[container\] scratch names another") as caught:
+        with pytest.raises(ContainerError, match=r"with \[container\] scratch") as caught:
             prepare(container(scratch=str(scratch)), [], os.environ)
         assert caught.value.node_at_fault
 
@@ -292,7 +292,7 @@ def test_a_task_that_ends_takes_its_folder_with_it_also_when_it_could_not_start(
 def test_a_tmpdir_that_a_node_lacks_is_not_used_unless_scratch_names_it(container, tmp_path):
     environ = {**os.environ, "TMPDIR": str(tmp_path / "of-a-job")}
     assert prepare(container(scratch=None), [], environ).scratch.parent == Path("/tmp")
-    with pytest.raises(ContainerError, match=r"\[container\] scratch names another"):
+    with pytest.raises(ContainerError, match=r"with \[container\] scratch"):
         prepare(container(scratch="$TMPDIR"), [], environ)
 
 

@@ -97,7 +97,7 @@ def test_check_looks_into_an_image_of_another_package(project, slurmgpu, bare):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"strict": True}, "strict = true is not for bare"),
+        ({"strict": True}, "bare does not support [container] strict = true"),
         ({"home": "private"}, '[container] home = "private" is not for bare, which can "host".'),
         ({"stage": "unpack"}, '[container] stage = "unpack" is not for bare, which can "none".'),
     ],
@@ -147,7 +147,7 @@ def test_a_function_by_value_is_mapped_in_an_image_of_the_same_python_and_refuse
         return slurmgpu.map(lambda item: os.environ["HOME"] and item + 1, [1, 2], overrides=overrides, **place)
 
     assert mapped("same", sys.executable)["result"][:].tolist() == [2, 3]
-    with pytest.raises(SlurmGPUError, match=r"The image has Python 3\.8\.1, and this is Python 3"):
+    with pytest.raises(SlurmGPUError, match=r"The image has Python 3\.8\.1, but this is Python 3"):
         mapped("other", str(tmp_path / "other-python"))
     assert not (tmp_path / "other").exists()
 

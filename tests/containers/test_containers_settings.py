@@ -28,7 +28,7 @@ def test_binds_are_written_as_for_apptainer_or_as_tables(value, expected):
 @pytest.mark.parametrize(
     ("value", "word"),
     [
-        ("/a:/b,/c:/d", "Each bind is a text of its own"),
+        ("/a:/b,/c:/d", "Write one text per bind"),
         ("/a:/b:rx", "SRC:DST:ro"),
         ("/a:/b:ro:/c", "SRC:DST:ro"),
         ("/a:ro", "/a:/a:ro"),
@@ -50,7 +50,7 @@ def test_variables_in_binds_are_those_of_the_node():
     with pytest.raises(ContainerError, match="SCRATCH, which is not set on this node") as caught:
         Bind("$SCRATCH", "$SCRATCH").expanded(environ)
     assert caught.value.node_at_fault
-    with pytest.raises(ContainerError, match="no absolute path"):
+    with pytest.raises(ContainerError, match="expected an absolute path"):
         Bind("$USER", "/b").expanded(environ)
 
 

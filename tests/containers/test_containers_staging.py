@@ -313,7 +313,7 @@ def test_a_copy_that_is_damaged_as_it_lies_is_named_and_replaced(far, project, a
         os.utime(image, ns=(times.st_atime_ns, times.st_mtime_ns))
     [problem] = check_here(plan, 0, "cpu").problems
     if is_bad == "the image":
-        assert problem.startswith("the image is damaged or cut short; copy it again, or build it again")
+        assert problem.startswith("the image is damaged or truncated; copy it again, or build it again")
         assert far.exists()
         return
     assert problem.startswith(f"this node's copy of the image, {copies[0]}, was damaged and has been removed")

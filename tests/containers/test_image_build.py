@@ -151,7 +151,7 @@ def test_nothing_is_overwritten(built, slurmgpu):
     image, _ = built
     before = image.read_bytes()
     done = slurmgpu("image", "build", "--cpu", "-o", image, expect=2)
-    assert "exists already" in done.stderr
+    assert "already exists" in done.stderr
     assert image.read_bytes() == before
 
 

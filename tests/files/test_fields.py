@@ -37,7 +37,7 @@ def items(n, **changed):
         (
             ["text"],
             {},
-            "keep has 'text', which is a column that the run computes; give its column another name, rename",
+            "keep has 'text', which is a column that the run computes. Give its column another name, rename",
         ),
         (["index"], {}, "keep has 'index', which is a column that slurmgpu adds"),
         (["id"], {"id": "text"}, "rename has 'text', which is a column that the run computes"),
@@ -45,7 +45,7 @@ def items(n, **changed):
         (
             ["id"],
             {"idd": "y"},
-            "rename has 'idd', which keep does not have; expected a field of keep = the name of its",
+            "rename has 'idd', which is not in keep; expected FIELD = COLUMN",
         ),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_field_in_which_hundreds_of_lists_lie_in_one_another_costs_its_item_al
     [failed] = report(folder)["errors"]
     assert (failed["index"], failed["message"]) == (
         2,
-        "the field 'id', which the row keeps, has more than 256 lists and mappings in one another",
+        "the field 'id', which the row keeps, has more than 256 nested lists and mappings",
     )
     for name in ("rows.csv", "rows.jsonl"):
         slurmgpu("export", "run", "-o", name, "--with-items", cwd=folder, expect=0)
@@ -107,7 +107,7 @@ def test_an_item_goes_by_its_key_in_logs_and_reports(project, slurmgpu):
     del lines[9]["text"], lines[12]["id"]
     folder = project(items=lines, keep=["id"], key="id")
     told = slurmgpu(*LOCAL, cwd=folder, expect=0)
-    assert "key = 'id': 1 item without it, named by index alone" in told.stdout + told.stderr
+    assert "key = 'id': 1 item without it, named only by index" in told.stdout + told.stderr
     found = {item["index"]: item["name"] for item in report(folder)["errors"]}
     assert found.keys() == {3, 9, 12}
     assert (found[3], found[9]) == ("q3", "q9")
@@ -125,11 +125,11 @@ def test_an_item_goes_by_its_key_in_logs_and_reports(project, slurmgpu):
 def test_items_that_share_a_key_are_told_at_planning(project, slurmgpu):
     folder = project(items=items(16, _7={"id": "q2"}, _8={"id": "q2"}, _9={"id": "a \x1b[1m\n b"}), key="id")
     with draft_run(folder / "slurmgpu.toml", {"resources": {"gpus": 0}}) as draft:
-        assert draft.plan.placement[-1] == "key = 'id': 3 items share theirs, as items 2 and 7 do, 'q2'."
+        assert draft.plan.placement[-1] == "key = 'id': 3 items share theirs, such as items 2 and 7: 'q2'."
     slurmgpu("plan", cwd=folder, expect=0)
     assert name_by_key(Run.open(folder / "run"), 9) == "a \ufffd[1m b"
     refused = slurmgpu("logs", "run", "--item", "q2", cwd=folder, expect=2)
-    assert "several items whose id is 'q2', as 2 and 7: give a number" in refused.stderr
+    assert "several items whose id is 'q2', such as 2 and 7: give a number" in refused.stderr
 
 
 def test_a_field_that_no_item_has_is_refused(project, slurmgpu):
@@ -163,7 +163,7 @@ def test_a_plan_whose_values_give_another_fingerprint_is_refused_before_its_shar
     path.write_text(json.dumps({**value, "lease_s": 7.0}))
     assert Run.open(path.parent).plan.lease_s == 7.0
     path.write_text(json.dumps({**value, "seed": 1}))
-    with pytest.raises(SlurmGPUError, match=f"has the fingerprint '{value['fingerprint']}', and its values give"):
+    with pytest.raises(SlurmGPUError, match=f"has the fingerprint '{value['fingerprint']}', but its values give"):
         Run.open(path.parent)
 
 

@@ -56,7 +56,7 @@ def test_a_glob_over_a_folder_that_may_not_be_listed_is_refused(parts: Path, pat
     with as_a_user(), pytest.raises(SlurmGPUError) as raised:
         find(pattern, parts)
     assert str(raised.value) == (
-        f"Input {parts}/parts/2024 cannot be listed: Permission denied. Let it be read, or leave it out."
+        f"Input {parts}/parts/2024 cannot be listed: Permission denied. Make it readable, or leave it out."
     )
     with as_a_user():
         assert find("parts/2023/*.jsonl", parts) == [parts / "parts/2023/x.jsonl"]
@@ -79,7 +79,7 @@ def test_modules_of_such_a_folder_are_told_to_be_missing_in_the_snapshot(parts: 
         list(tracer._modules_below("parts"))
     (parts / "parts" / "shut").rename(parts / "parts" / "2024")
     [said] = tracer.finish().notes
-    assert said == f"{parts}/parts/shut cannot be listed: modules in it are not in the snapshot: Permission denied."
+    assert said == f"{parts}/parts/shut cannot be listed (Permission denied), so its modules are not in the snapshot."
 
 
 def test_an_error_that_lasts_is_refused_and_one_that_passes_is_not(

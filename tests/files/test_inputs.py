@@ -79,23 +79,23 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("patterns", "words"),
     [
-        ("https://lab.edu/a.jsonl", r"Input 'https://lab.edu/a.jsonl' is a URL: .* Download it"),
+        ("https://lab.edu/a.jsonl", r"Input 'https://lab.edu/a.jsonl' is a URL; .* Download it"),
         ("s3://bucket/*.parquet", r"Input 's3://bucket/\*.parquet' is a URL"),
-        ("gone.jsonl", r"Input .*/gone.jsonl does not exist. Relative paths start at /.*/data\."),
-        ("clips-{000..127}.tar", r"does not exist.* Braces are not expanded: write \* in their place\."),
+        ("gone.jsonl", r"Input .*/gone.jsonl does not exist. Relative paths are relative to /.*/data\."),
+        ("clips-{000..127}.tar", r"does not exist.* Braces are not expanded: write \* instead\."),
         ("gone*.jsonl", r"'gone\*.jsonl' matches no file"),
         ("parts.csv", r"parts.csv is a directory.*'.*/parts.csv/\*.jsonl'"),
         ("*.csv", "parts.csv is a directory"),
         ("de*", "matches no file"),
-        ("a.json", r"a.json has the suffix '.json': expected .jsonl, .csv, .txt,"),
-        ("a.json", r"'.json': expected .* name it \.jsonl; of one list of objects .* jq -c '\.\[\]' items\.json"),
-        ("a.tsv", r"'.tsv': expected .* separated by tabs: write it with commas, .* If each"),
-        ("a.db", r"'.db': expected .* Of a database write a query: 'sqlite:.*/a.db\?SELECT … ORDER BY …'\."),
+        ("a.json", r"a.json has the suffix '.json'; expected .jsonl, .csv, .txt,"),
+        ("a.json", r"'.json'; expected .* name it \.jsonl. If it is one list of objects.* jq -c '\.\[\]' items\.json"),
+        ("a.tsv", r"'.tsv'; expected .* separated by tabs. Write it with commas, .* If each"),
+        ("a.db", r"'.db'; expected .* For a database write a query: 'sqlite:.*/a.db\?SELECT … ORDER BY …'\."),
         ("a.parquet.gz", "compressed as a whole"),
         (["a.txt", "b.jsonl"], r"mixes formats, txt \(.*a.txt\) and jsonl \(.*b.jsonl\)"),
-        (["a.txt", "a.txt"], "one file twice"),
-        (["a.txt", "*.txt"], "one file twice"),
-        (["a.txt", "link.txt"], r"one file twice, as .*/a.txt and .*/link.txt"),
+        (["a.txt", "a.txt"], "the same file twice"),
+        (["a.txt", "*.txt"], "the same file twice"),
+        (["a.txt", "link.txt"], r"the same file twice, as .*/a.txt and .*/link.txt"),
         ("pipe.txt", "pipe.txt is not a regular file"),
         ("dangling.txt", "dangling.txt does not exist"),
         ("a.txt/b.txt", "cannot be read: Not a directory"),
@@ -184,18 +184,18 @@ def test_progress_counts_every_byte(folder: Path) -> None:
         ("a.jsonl", "[" * 100_000, r"line 1: .* found text that is not JSON \(.*(recursion|overflow)"),
         ("a.jsonl", '{"a": ' + "1" * 5000 + "}", r"line 1: expected a JSON object, found text that is not JSON \(Exc"),
         ("a.txt", b"x\n\xff\xfe\n", "a.txt, line 2: expected UTF-8, found 0xff at byte 1"),
-        ("a.csv", "a,b\n1,2\n3\n", "a.csv, record 2: expected 2 fields as in the header, found 1"),
-        ("a.csv", "a,b\n1,2,3\n", "record 1: expected 2 fields as in the header, found 3"),
+        ("a.csv", "a,b\n1,2\n3\n", "a.csv, record 2: expected 2 fields, as in the header; found 1"),
+        ("a.csv", "a,b\n1,2,3\n", "record 1: expected 2 fields, as in the header; found 3"),
         ("a.csv", "a,b\n1,2\n\n3,4", "record 2: expected a CSV record, found an empty line"),
         ("a.csv", "a,b\n1,\"x\"y\n", r"record 1: expected a CSV record as in RFC 4180: "),
         ("a.csv", "\na,b\n1,2\n", "a.csv, header: expected a CSV record, found an empty line"),
-        ("a.csv", "a,b,a\n1,2,3\n", "header: 'a' names two columns"),
+        ("a.csv", "a,b,a\n1,2,3\n", "header: two columns are named 'a'"),
         ("a.csv", "a;b\n1;2\n", "header: expected names separated by commas, found 'a;b'.*sep=';'"),
-        ("a.csv", b"\xff\n1", r"header: expected UTF-8, found 0xff .* as UTF-8, by `iconv -f LATIN1 -t UTF-8 "),
-        ("a.csv", 'a,b\n"x\ny",1\n5" disk,"z"\n', "a.csv, line 4: expected CSV .* a quote stands inside a field"),
-        ("a.csv", 'a,b\n1,"2\n3,4\n', "a.csv, line 2: expected CSV .* a quote is opened .* and never closed"),
+        ("a.csv", b"\xff\n1", r"header: expected UTF-8, found 0xff .* to UTF-8 with `iconv -f LATIN1 -t UTF-8 "),
+        ("a.csv", 'a,b\n"x\ny",1\n5" disk,"z"\n', "a.csv, line 4: expected CSV .* a quote in a field"),
+        ("a.csv", 'a,b\n1,"2\n3,4\n', "a.csv, line 2: expected CSV .* a quote that is opened .* and never closed"),
         ("a.csv", 'a,b\n1,"2\n' + "3,4\n" * 100_000, "line 2: expected CSV .* never closed"),
-        ("a.csv", "a,b\n" + '"1\n","2"\n' * 500_000 + '1,2"\n' + '"1","2"\n', "line 1000002: .* inside a field"),
+        ("a.csv", "a,b\n" + '"1\n","2"\n' * 500_000 + '1,2"\n' + '"1","2"\n', "line 1000002: .* in a field"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_format_is_refused_and_leaves_nothing(
@@ -218,17 +218,19 @@ def test_a_malformed_line_amid_a_large_file_is_met_by_the_sample(folder: Path) -
 def test_files_of_other_columns_are_refused(folder: Path) -> None:
     put(folder, a_csv="id,text\n1,x\n", b_csv="id,words\n2,y\n", c_csv="text,id\nx,1\n")
     with pytest.raises(
-        SlurmGPUError, match=r"b.csv has the columns 'id', 'words': expected those of .*a.csv, 'id', 't"
+        SlurmGPUError, match=r"b.csv has the columns 'id', 'words'; expected those of .*a.csv, 'id', 't"
     ):
         plan(folder, "[ab].csv")
-    with pytest.raises(SlurmGPUError, match=r"c.csv has the columns 'text', 'id': .* in that order"):
+    with pytest.raises(SlurmGPUError, match=r"c.csv has the columns 'text', 'id'; .* in that order"):
         plan(folder, "[ac].csv")
 
 
 def test_a_jsonl_file_without_a_common_key_is_refused(folder: Path) -> None:
     put(folder, a_jsonl='{}\n{"id": 1, "text": "x"}\n', b_jsonl='{"id": 2}\n{"other": 1}\n', c_jsonl='{"meta": 1}\n')
     assert plan(folder, "[ab].jsonl").n_items == 4
-    with pytest.raises(SlurmGPUError, match=r"c.jsonl has the keys 'meta': expected one .*/a.jsonl, 'id', 'text'"):
+    with pytest.raises(
+        SlurmGPUError, match=r"c.jsonl has the keys 'meta'; expected at least one .*/a.jsonl, 'id', 'text'"
+    ):
         plan(folder)
 
 
@@ -237,7 +239,7 @@ def test_a_record_longer_than_the_limit_is_refused(folder: Path, monkeypatch: py
     put(folder, a_txt=b"x\n" * 2_000_000 + b"y" * (3 << 20) + b"\nz\n")
     assert plan(folder).n_items == 2_000_002
     put(folder, a_txt=b"x\n" * 2_000_000 + b"y" * (5 << 20) + b"\nz\n")
-    with pytest.raises(SlurmGPUError, match=r"a.txt, line 2000001: .* one record on each line; .* longer than 3 MiB"):
+    with pytest.raises(SlurmGPUError, match=r"a.txt, line 2000001: .* one record on each line; .* more than 3 MiB"):
         plan(folder)
 
 
@@ -308,7 +310,7 @@ def test_a_malformed_line_met_later_is_an_item_error_in_the_words_of_planning(fo
     }
     assert [item for i, item in enumerate(data) if i not in bad] == [{"id": i} for i in range(20_000) if i not in bad]
     data = read_all(folder, "*.csv", stride=16)
-    assert str(data[150]) == f"{folder}/b.csv, record 151: expected 2 fields as in the header, found 3"
+    assert str(data[150]) == f"{folder}/b.csv, record 151: expected 2 fields, as in the header; found 3"
     assert data[149:152:2] == [{"a": "149\n", "b": "x"}, {"a": "1", "b": "2"}]
     data = read_all(folder, "*.txt", stride=16)
     assert str(data[150]) == f"{folder}/c.txt, line 151: expected UTF-8, found 0xff at byte 1"
@@ -353,9 +355,9 @@ def test_an_input_that_changed_is_refused(folder: Path, change: Callable[[Path],
     with Reader(spec, folder.with_name("index")) as reader:
         reader.read(0, 1)
         change(folder / "a.txt")
-        with pytest.raises(SlurmGPUError, match=f"The input changed since the run was planned: .*{words}"):
+        with pytest.raises(SlurmGPUError, match=f"The input has changed since the run was planned: .*{words}"):
             reader.read(1, 2)
-    with pytest.raises(SlurmGPUError, match=f"The input changed since the run was planned: .*{words}"):
+    with pytest.raises(SlurmGPUError, match=f"The input has changed since the run was planned: .*{words}"):
         Reader(spec, folder.with_name("index"))
 
 
@@ -373,7 +375,7 @@ def test_a_range_beyond_the_input_is_a_bug(folder: Path) -> None:
     [
         (lambda index: b"", "is not an index"),
         (lambda index: b"X" + index[1:], "is not an index"),
-        (lambda index: index[:8] + b"\2" + index[9:], "has version 2, and this slurmgpu reads version 1"),
+        (lambda index: index[:8] + b"\2" + index[9:], "has version 2; this slurmgpu reads version 1"),
         (lambda index: index[:-1], "is damaged"),
         (lambda index: index + b"\0" * 8, "is damaged"),
         (lambda index: index[:16] + b"\7" + index[17:], "belongs to another plan"),

@@ -85,15 +85,15 @@ def test_large_arrays_of_one_file_are_read_by_position(tmp_path: Path, monkeypat
         np.testing.assert_array_equal(np.stack([item[name] for item in found]), array)
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"t\0\0\0", b"s\0\0\0", 1))
-    refuse(path, "whole: Bad CRC-32 for file 'näme.npy'")
+    refuse(path, "texts: Bad CRC-32 for file 'näme.npy'")
     np.savez(path, x=np.asfortranarray(np.ones((30, 2))))
-    refuse(path, "in Fortran's order")
+    refuse(path, "in Fortran order")
     np.savez(path, x=np.array([None] * 30))
     refuse(path, "has Python objects")
     np.savez(path, x=np.ones(30), y=np.ones(31))
-    refuse(path, "expected as many rows")
+    refuse(path, "expected the same number of rows")
     np.savez_compressed(path, **wanted)
-    refuse(path, "bytes of compressed arrays, and at most 100 are read into memory. Write it by np.savez")
+    refuse(path, "bytes of compressed arrays, but at most 100 are read into memory. Write it with np.savez")
 
 
 def test_arrays_that_have_no_rows_or_are_not_whole_are_refused(tmp_path: Path) -> None:
@@ -102,13 +102,13 @@ def test_arrays_that_have_no_rows_or_are_not_whole_are_refused(tmp_path: Path) -
     content = path.read_bytes()
     for part in (content[:-1], content[:50], b"", b"text" * 100):
         path.write_bytes(part)
-        refuse(path, r"a.npy has no array of numbers or texts that is whole")
+        refuse(path, r"a.npy has no intact array of numbers or texts")
     path.write_bytes(content * 2)
-    refuse(path, "bytes behind its array: expected one array")
+    refuse(path, "bytes after its array; expected one array")
     np.save(path, np.float32(1))
     refuse(path, "has a single value")
     np.save(path, np.asfortranarray(np.ones((3, 4))))
-    refuse(path, "in Fortran's order")
+    refuse(path, "in Fortran order")
     np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     refuse(path, "without pickle")
     with zipfile.ZipFile(packed, "w") as archive:
@@ -117,16 +117,16 @@ def test_arrays_that_have_no_rows_or_are_not_whole_are_refused(tmp_path: Path) -
     np.save(path, np.ones((0, 4)))
     refuse(path, "a.npy is empty")
     np.savez(packed, x=np.arange(3), y=np.arange(4))
-    refuse(packed, r"has the arrays x \(3,\), y \(4,\): expected as many rows")
+    refuse(packed, r"has the arrays x \(3,\), y \(4,\); expected the same number of rows")
     np.savez(packed, x=np.arange(3), y=np.float32(1))
-    refuse(packed, "expected as many rows")
+    refuse(packed, "expected the same number of rows")
     np.savez(packed, x=np.array([None]))
-    refuse(packed, "has no arrays of numbers or texts that are whole")
+    refuse(packed, "has no intact arrays of numbers or texts")
     np.savez(packed, x=np.arange(3000))
     damaged = bytearray(packed.read_bytes())
     damaged[2000] ^= 1
     packed.write_bytes(damaged)
-    refuse(packed, "whole: Bad CRC-32")
+    refuse(packed, "texts: Bad CRC-32")
 
 
 @pytest.mark.parametrize("compression", ["uncompressed", "lz4"])
@@ -139,7 +139,7 @@ def test_the_rows_of_arrow_files_are_items(tmp_path: Path, compression: str) -> 
 
 def test_arrow_files_that_are_cut_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
-    for name, said in (("stream", "was cut"), ("file", "is not an Arrow file, or was cut")):
+    for name, said in (("stream", "was truncated"), ("file", "is not an Arrow file, or was truncated")):
         if name == "stream":
             write_stream(path, TABLE, 10)
         else:
@@ -150,7 +150,7 @@ def test_arrow_files_that_are_cut_are_refused(tmp_path: Path) -> None:
             refuse(path, said)
     write_stream(path, TABLE, 10)
     path.write_bytes(path.read_bytes() * 2)
-    refuse(path, "bytes behind its end: expected one stream")
+    refuse(path, "bytes after its end; expected one stream")
     path.write_bytes(b"")
     refuse(path, "is not an Arrow file")
     path.write_bytes(b"FEA1" + bytes(100))
@@ -189,7 +189,7 @@ def test_a_data_set_of_splits_is_named_by_one(tmp_path: Path) -> None:
     (tmp_path / "ds").mkdir()
     (tmp_path / "ds/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     save(tmp_path / "ds/train")
-    with pytest.raises(SlurmGPUError, match=r"ds is a data set of several splits: name one, as in '.*/ds/train'"):
+    with pytest.raises(SlurmGPUError, match=r"ds is a data set with several splits. Name one, such as '.*/ds/train'"):
         read("ds", tmp_path)
     assert read("ds/train", tmp_path) == ROWS
 
@@ -198,7 +198,7 @@ def test_a_data_set_of_splits_is_named_by_one(tmp_path: Path) -> None:
     ("state", "said"),
     [
         ({"_data_files": []}, "ds has no files"),
-        ({"x": 1}, "state.json that save_to_disk has not written"),
+        ({"x": 1}, "state.json that save_to_disk did not write"),
         ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow does not exist"),
         ({"_data_files": [{"filename": "data-1.arrow"}], "_indices_data_files": [{}]}, "through a table of indices"),
     ],

@@ -76,8 +76,8 @@ def test_a_file_that_changed_went_or_cannot_be_read_is_its_items_error_alone(tmp
     errors = {i: str(item) for i, item in enumerate(found) if isinstance(item, ItemError)}
     assert list(errors) == [1, 3, 5, 6, 8, 9]
     assert errors[1] == f"{tmp_path}/in/1.wav cannot be read: No such file or directory"
-    assert f"{tmp_path}/in/3.wav changed since the run was planned: it had 5 bytes, and has 18" in errors[3]
-    assert "5.wav changed since" in errors[5]
+    assert f"{tmp_path}/in/3.wav has changed since the run was planned: it had 5 bytes and has 18" in errors[3]
+    assert "5.wav has changed since" in errors[5]
     assert "6.wav is not a regular file" in errors[6]
     assert "dangling.wav cannot be read: No such file" in errors[8]
     assert "fifo.wav is not a regular file" in errors[9]
@@ -109,7 +109,7 @@ def test_a_file_that_fails_for_ever_is_its_items_error_but_not_where_its_folder_
 def test_a_listing_says_how_many_files_and_which_keys_are_not_their_own(tmp_path: Path) -> None:
     make(tmp_path / "in", "a.jpg", "a.png", "b.jpg")
     spec, said, folders = planned("in", tmp_path)
-    assert said == f"3 files of {tmp_path}/in, 15 B; 2 of them share their key with another, as 'a'"
+    assert said == f"3 files of {tmp_path}/in, 15 B; 2 of them share their key with another, such as 'a'"
     assert folders == (str(tmp_path / "in"),)
     assert InputSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
     assert spec.columns == ("path", "key", "name")
@@ -132,22 +132,22 @@ def test_links_lead_where_they_lead_once_and_their_folders_are_known(tmp_path: P
 @pytest.mark.parametrize(
     ("names", "pattern", "said"),
     [
-        (["a.jsonl", "b.jsonl"], "in", r"2 \.jsonl files: .* Write '.*/in/\*\*/\*\.jsonl' for the items in its"),
-        (["a.txt"], "in", r"1 \.txt file: it does not say whether each file is an item.* or 'files:.*/in' for each"),
+        (["a.jsonl", "b.jsonl"], "in", r"2 \.jsonl files, .* Write '.*/in/\*\*/\*\.jsonl' for the items in its"),
+        (["a.txt"], "in", r"1 \.txt file, so it is unclear whether each file is an item.* or 'files:.*/in' to make"),
         (["a.jpg", "metadata.csv"], "in", r"'.*/in/\*\*/\*\.jpg' for each of its .* for the items in its \.csv files"),
-        (["a.jpg", "README"], "in/*", r"has .*1 \.jpg file.*: it does not say.*'.*/in/\*\*/\*\.jpg' for each"),
+        (["a.jpg", "README"], "in/*", r"has .*1 \.jpg file.*, so it is unclear.*'.*/in/\*\*/\*\.jpg' for each"),
         (
             ["a.jpg", "b.JPG", "c.JPG", "t.csv"],
             "in",
-            r"has 2 \.JPG files and 1 \.jpg file and 1 \.csv file: .* '.*/in/\*\*/\*\.JPG' for each of its \.JPG files"
-            r".*'.*/in/\*\*/\*\.jpg' for .* a list for several, as \['.*/in/\*\*/\*\.JPG', '.*/in/\*\*/\*\.jpg'\], or",
+            r"has 2 \.JPG files and 1 \.jpg file and 1 \.csv file, .* '.*/in/\*\*/\*\.JPG' for each of its \.JPG files"
+            r".*'.*/in/\*\*/\*\.jpg' for .* a list for several, such as \['.*/in/\*\*/\*\.JPG', '.*/in/\*\*/\*\.jpg'\]",
         ),
         (
             ["a.JPG"],
             "in/*.jpg",
-            r"'in/\*\.jpg' matches no file.* The input passes over 1 file with \.JPG, as .*/a\.JPG",
+            r"'in/\*\.jpg' matches no file.* The input skips 1 file with \.JPG, such as .*/a\.JPG",
         ),
-        ([".hidden"], "in", "matches no file; hidden ones do not count"),
+        ([".hidden"], "in", r"matches no file \(hidden files are skipped\)"),
         (["a.jpg"], "in/*.png", "matches no file|has the suffix"),
         (["a.jpg"], "in/b.jpg", "in/b.jpg does not exist"),
         (["a.jpg"], ["in/a.jpg", "in/*.jpg"], "names .*a.jpg twice"),
@@ -179,9 +179,7 @@ def test_an_empty_name_as_of_a_variable_that_is_not_set_is_not_the_working_folde
     tmp_path: Path, named: str | list[str]
 ) -> None:
     make(tmp_path, "a.jpg")
-    with pytest.raises(
-        SlurmGPUError, match=r"names nothing, as where a variable .* The working folder is '(files:)?\.'"
-    ):
+    with pytest.raises(SlurmGPUError, match=r"names nothing .* variable .* For the working folder write '(files:)?\.'"):
         list_files(named, tmp_path)
     assert keys(".", tmp_path) == ["a"]
 
@@ -203,8 +201,9 @@ def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: 
 def test_files_whose_suffix_differs_in_its_case_alone_are_said_to_be_passed_over(tmp_path: Path) -> None:
     make(tmp_path / "in", "a.jpg", "b.JPG", "c.Jpg", "d.png", "sub/e.JPG", ".f.JPG", "x.jpgz", "Q.JSONL")
     assert passed_over("in/**/*.jpg", tmp_path) == (
-        f"The input passes over 3 files with .JPG and .Jpg, as {tmp_path}/in/b.JPG: a pattern takes a suffix as it is "
-        f"written, and a list of patterns, ['in/**/*.jpg', 'in/**/*.JPG', 'in/**/*.Jpg'], takes each."
+        f"The input skips 3 files with .JPG and .Jpg, such as {tmp_path}/in/b.JPG, because a "
+        "pattern matches a suffix exactly. To include them, list the patterns: "
+        "['in/**/*.jpg', 'in/**/*.JPG', 'in/**/*.Jpg']."
     )
     assert passed_over("files:in/*.jsonl", tmp_path) is not None
     for taken in (["in/*.jpg", "in/*.J*"], ["in/*.jpg", "in/*.JPG", "in/c.Jpg"], "in", "in/*", "in/*.png", "in/b.JPG"):

@@ -161,7 +161,7 @@ def test_a_stray_quote_is_found_wherever_a_block_ends(
     monkeypatch.setattr(scanner, "CHUNK_BYTES", block)
     (tmp_path / "a.csv").write_text("a,b\n" + '"1\n",2\n' * 200 + '5" disk,2\n' + '1,"2"\n' * 20)
     monkeypatch.setattr(line_formats, "_HEAD_BYTES", block)
-    with pytest.raises(SlurmGPUError, match=r"a.csv, line 402: .* a quote stands inside a field"):
+    with pytest.raises(SlurmGPUError, match=r"a.csv, line 402: .* a quote in a field"):
         scan([tmp_path / "a.csv"], tmp_path / "index", stride=2)
 
 

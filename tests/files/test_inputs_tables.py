@@ -97,14 +97,14 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SlurmGPUError, match=r"a.parquet is empty"):
         scan([path], tmp_path / "index", stride=1)
     pq.write_table(pa.table([[1], [2]], names=["a", "a"]), path)
-    with pytest.raises(SlurmGPUError, match=r"'a' names two columns"):
+    with pytest.raises(SlurmGPUError, match=r"two columns are named 'a'"):
         scan([path], tmp_path / "index", stride=1)
 
 
 def test_parquet_files_of_other_columns_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1], "text": ["x"]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"id": [1]}), tmp_path / "b.parquet")
-    with pytest.raises(SlurmGPUError, match=r"b.parquet has the columns 'id': expected those of .*a.parquet"):
+    with pytest.raises(SlurmGPUError, match=r"b.parquet has the columns 'id'; expected those of .*a.parquet"):
         scan(find("*", tmp_path), tmp_path / "index", stride=1)
 
 
@@ -192,7 +192,7 @@ def test_an_earlier_runs_file_is_verified_at_planning_and_as_it_is_read(tmp_path
     spec = scan([path], tmp_path / "index", stride=4)
     turn(path, "score of shard 1")
     said = "the checksum of score of shard 1 differs"
-    merged_anew = f"`slurmgpu merge {tmp_path}` writes merged.h5 again from the run's shards"
+    merged_anew = f"`slurmgpu merge {tmp_path}` rewrites merged.h5 from the run's shards"
     with Reader(spec, tmp_path / "index") as reader:
         assert [item["score"] for item in reader.read(0, 4)] == [0, 1, 2, 3]
         assert [item["score"] for item in reader.read(8, 12)] == [8, 9, 10, 11]

@@ -89,7 +89,7 @@ def test_the_first_errors_are_kept_in_whatever_order_shards_come(order, monkeypa
 
 
 def test_a_merged_file_that_is_missing_is_a_problem(tmp_path):
-    assert verify_joined(tmp_path / "merged.h5") == [f"there is no {tmp_path / 'merged.h5'}"]
+    assert verify_joined(tmp_path / "merged.h5") == [f"{tmp_path / 'merged.h5'} does not exist"]
 
 
 def test_rows_with_nan_and_infinities_are_counted_for_each_column(tmp_path, monkeypatch):

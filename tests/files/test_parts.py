@@ -234,7 +234,7 @@ def test_where_the_folder_cannot_be_used_a_task_computes_all_alone(run, caplog):
     mine, seen = parts_of(run, "one"), []
     (run.folder / "parts").write_text("no folder")
     assert mine.divide(range(4), doubled(seen)) == [0, 2, 4, 6]
-    assert "the parts that are left are computed by this task alone: " in caplog.text
+    assert "this task computes the remaining parts alone: " in caplog.text
     assert mine.shard_to_join([1]) is None
 
 
@@ -274,7 +274,7 @@ def test_values_are_those_of_json_also_where_one_task_computes_all(run):
         assert divide(range(1), lambda some: [{1: (2, 3)}]) == [{"1": [2, 3]}]
         assert divide([], lambda some: [1]) == []
     for divide in (alone.divide, parts_of(run, "two").divide):
-        with pytest.raises(TypeError, match="int64 is not JSON serializable: `divide` takes values of what JSON holds"):
+        with pytest.raises(TypeError, match="int64 is not JSON serializable: `divide` takes values that JSON can hold"):
             divide("ab", lambda some: [*np.arange(len(some))])
         with pytest.raises(ValueError, match="values; expected one for each"):
             divide("ab", lambda some: [1, 2, 3])

@@ -172,7 +172,7 @@ def test_gzip_is_read_alike_with_isal_and_without(
         assert found[0] == found[1]
         assert not isinstance(found[0], str)
     else:
-        assert all("FILE is no whole .gz file" in refusal for refusal in found)
+        assert all("FILE is not a complete .gz file" in refusal for refusal in found)
 
 
 def test_files_of_several_compressions_are_one_input(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     ("table", "words"),
     [
         (pa.table({"x": []}), "The table has no rows"),
-        (pa.table([[1], [2]], names=["x", "x"]), "'x' names two columns"),
+        (pa.table([[1], [2]], names=["x", "x"]), "two columns are named 'x'"),
     ],
 )
 def test_tables_that_cannot_be_an_input_are_refused(tmp_path: Path, table: Any, words: str) -> None:
@@ -309,13 +309,13 @@ def test_the_rows_of_a_query_are_items_in_its_order(tmp_path: Path, kind: str) -
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        ("sqlite:a.db", "is no query: expected a path, a question mark"),
+        ("sqlite:a.db", "is not a query; expected a path, a question mark"),
         ("sqlite:a.db?SELECT id FROM docs", "has no ORDER BY"),
         ("sqlite:a.db?SELECT id FROM (SELECT id FROM docs ORDER BY id)", "has no ORDER BY"),
         ("sqlite:a.db?SELECT 'ORDER BY id' FROM docs -- ORDER BY id", "has no ORDER BY"),
         ("sqlite:none.db?SELECT id FROM docs ORDER BY id", "none.db cannot be read: No such file"),
         ("sqlite:a.db?SELECT absent FROM docs ORDER BY 1", "failed: no such column: absent"),
-        ("sqlite:a.db?SELECT id, raw AS id FROM docs ORDER BY 1", "two columns of the name 'id'"),
+        ("sqlite:a.db?SELECT id, raw AS id FROM docs ORDER BY 1", "two columns named 'id'"),
         ("sqlite:a.db?SELECT id FROM docs WHERE id > 5 ORDER BY id", "gives no rows"),
         ("sqlite:a.db?SELECT text FROM docs ORDER BY id", "values of several types, int and str"),
         ("sqlite:a.db?DELETE FROM docs RETURNING id /* */ ORDER BY id", "failed"),
@@ -346,13 +346,13 @@ def test_a_run_file_may_name_a_query(tmp_path: Path) -> None:
 
 
 def test_a_query_stands_alone(tmp_path: Path) -> None:
-    with pytest.raises(SlurmGPUError, match="is one of 2: expected a query alone"):
+    with pytest.raises(SlurmGPUError, match="is one of 2; a query must be alone"):
         query_in(["a.jsonl", "sqlite:a.db?SELECT 1 ORDER BY 1"], tmp_path)
     assert query_in(["a.jsonl"], tmp_path) is None
 
 
 def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SlurmGPUError, match=r"The table has no columns: expected one at least\."):
+    with pytest.raises(SlurmGPUError, match=r"The table has no columns; expected at least one\."):
         repack_table(pd.DataFrame({"a": [1, 2]})[[]], tmp_path, tmp_path / "index", stride=4)
 
 

@@ -327,7 +327,7 @@ def test_a_file_that_is_cut_while_it_is_read_gets_a_sentence_and_no_signal(tmp_p
     assert (done.returncode, done.stderr) == (0, "")
     for path, said in zip(paths, done.stdout.splitlines(), strict=True):
         assert re.fullmatch(
-            rf"{path} was cut while it was open: it ends before byte \d+\. `slurmgpu merge RUN` writes merged\.h5 again"
+            rf"{path} was truncated while it was open: it ends before byte \d+\. `slurmgpu merge RUN` rewrites"
             r" from the run's shards\.",
             said,
         )
@@ -384,9 +384,9 @@ def test_an_unknown_column_is_refused_with_the_closest_name(merged):
 
 
 def test_rows_and_iteration_are_not_columns(merged):
-    with pytest.raises(TypeError, match=r"0 names no column; rows are in row\(0\)"):
+    with pytest.raises(TypeError, match=r"0 is not a column's name; use row\(0\)"):
         merged[0]
-    with pytest.raises(TypeError, match="columns in"):
+    with pytest.raises(TypeError, match="for columns"):
         list(merged)
 
 
@@ -460,7 +460,7 @@ def test_what_differs_is_named_in_few_words_and_what_to_do(path, tmp_path):
         with pytest.raises(SlurmGPUError, match=r"score of shard 0 differs; .*; and \d+ more\. `slurmgpu merge RUN`"):
             results.open(copy, verify=True)
         (tmp_path / "run.json").write_text("{}")
-        with pytest.raises(SlurmGPUError, match=rf"`slurmgpu merge {tmp_path}` writes merged\.h5 again"):
+        with pytest.raises(SlurmGPUError, match=rf"`slurmgpu merge {tmp_path}` rewrites merged\.h5"):
             results.open(copy, verify=True)
 
 

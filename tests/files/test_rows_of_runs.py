@@ -81,7 +81,7 @@ def test_a_run_without_rows_has_none_and_a_foreign_merged_file_is_refused(tmp_pa
     other = published_run(tmp_path / "other", COLUMNS, ROWS, seed=1)
     merge(other)
     run.merged.write_bytes(other.merged.read_bytes())
-    with pytest.raises(SlurmGPUError, match="is of another plan"):
+    with pytest.raises(SlurmGPUError, match="belong to different plans"):
         RunRows(run)
 
 

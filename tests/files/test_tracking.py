@@ -281,7 +281,7 @@ def test_a_tracker_that_fails_keeps_nothing_from_another_one(tmp_path, tracker):
     replay.look(final=True)
     assert [sent.n_steps for sent in replay.close(finished=True)] == [0, 1]
     assert replay.failed.keys() == {KEPT}
-    assert "kept:here failed with ConnectionError: no route. The run keeps what was logged" in replay.failed[KEPT]
+    assert "kept:here failed with ConnectionError: no route. The run keeps all logged values" in replay.failed[KEPT]
 
 
 def scalars(folder):

@@ -188,12 +188,12 @@ def test_comments_and_layout_are_no_change_and_a_sign_is_told_at_once(signed, sl
     assert "The code has changed since submission 2: helpers/signs.py differs." in said
     first, second, third = codes(folder)
     assert first == second != third
-    assert f"are by {third[:4]}, former ones by {first[:4]}" in said
+    assert f"are computed by {third[:4]}, former ones were by {first[:4]}" in said
     assert values(folder) == [1, 2, -3, -4, 5, 6, 7, 8]
     assert makers(folder) == {0: first, 1: third, 2: first, 3: first}
     lack(folder, 1)
     said = slurmgpu("resubmit", "run", "--code", first[:4], cwd=folder, expect=0).stderr
-    assert f"It computes with the code of submission 2, {first[:4]}." in said
+    assert f"The code of submission 2 is used, {first[:4]}." in said
     assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
     (folder / "signed.py").unlink()
     lack(folder, 2)
@@ -464,7 +464,7 @@ def test_plugins_whose_names_are_made_up_behind_a_package_are_in_it(signed):
         file.write("\n\ndef other(name):\n    return __import__(name)\n")
     _, [said] = names_in(folder)
     line = len((folder / "signed.py").read_text().splitlines())
-    assert f"{folder / 'signed.py'}, line {line}, imports by a name that is computed at run time" in said
+    assert f"{folder / 'signed.py'}, line {line}, imports a module whose name is computed at run time" in said
 
 
 TEXTS = """
@@ -563,7 +563,9 @@ def test_configurations_are_looked_for_among_data_and_earlier_runs(signed, monke
     assert len(parsed) == 1
     monkeypatch.setattr(tracer, "MANY_BESIDE_CONFIGURATIONS", 3)
     _, left_out = names_in(folder)
-    assert left_out[0] == (f"{folder} has many files: whether all configurations in it stay as they are is not known.")
+    assert left_out[0] == (
+        f"{folder} has many files, so it is not checked whether all configurations in it stay unchanged."
+    )
 
 
 def test_modules_by_a_star_and_compiled_ones_are_in_it_or_told(signed):
@@ -608,10 +610,10 @@ def test_rows_by_a_file_that_has_changed_since_it_was_submitted_are_by_unknown_c
     assert values(folder) == [2, 4, 6, 8, 10, 12, 14, 16]
     assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(None, 8)]
     log = "".join(path.read_text() for path in (folder / "run" / "logs").rglob("*.log"))
-    assert f"changed since it was submitted, and read as it is now: {folder / 'conf.yaml'}" in log
+    assert f"changed since it was submitted, so rows are computed by unknown code: {folder / 'conf.yaml'}" in log
     lack(folder, 0)
     said = slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=0).stderr
-    assert "Its code reads conf.yaml, which changed since" in said
+    assert "That code reads conf.yaml, which has changed since" in said
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=0).stderr
     assert "The code has changed since submission 2: conf.yaml differs." in said
     assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(codes(folder)[-1], 8)]
@@ -679,7 +681,7 @@ def test_a_module_in_an_archive_on_the_path_is_told_and_refused_where_tasks_woul
     refuse_other_modules(code.files, ["zipped"], folder)
     monkeypatch.delenv("PYTHONPATH")
     importlib.import_module("zipped")
-    with pytest.raises(SlurmGPUError, match=r"imported zipped from .*zipped\.zip, and tasks would not find it"):
+    with pytest.raises(SlurmGPUError, match=r"imported zipped from .*zipped\.zip, but tasks will not find it"):
         refuse_other_modules(code.files, ["zipped"], folder)
 
 

@@ -564,7 +564,7 @@ def test_a_user_without_a_name_is_called_by_number(tmp_path):
     run = planned_run(tmp_path / "run")
     if os.geteuid() == 0:
         os.chown(run.folder / "run.json", 987654, 987654)
-        with pytest.raises(SlurmGPUError, match="would run what the user with the number 987654 has written as you"):
+        with pytest.raises(SlurmGPUError, match="would run, as you, what the user with the number 987654 wrote"):
             owners.refuse_foreign(Run.open(run.folder), "resubmit it")
 
 

@@ -346,7 +346,10 @@ with open("out.json", "w", encoding="utf-8") as file:
     (folder / "plots.d").mkdir()
     (folder / "one.py").write_text((folder / "one.py").read_text() + writes)
     said = slurmgpu("submit", cwd=folder, expect=0).stderr
-    assert "one.py writes out.json, plots.d/curve.csv by the same name in each call: calls that run at once" in said
+    assert (
+        "one.py writes out.json, plots.d/curve.csv under the same name in each call, so calls that run at the same time"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,7 +358,7 @@ with open("out.json", "w", encoding="utf-8") as file:
         ("./one.sh $1", ["one.sh writes gc.tsv", "one.py writes gc.tsv"]),
         (
             "./one.sh $1 > last.txt",
-            ["the code behind -c writes last.txt", "one.sh writes gc.tsv", "one.py writes gc.tsv"],
+            ["the code after -c writes last.txt", "one.sh writes gc.tsv", "one.py writes gc.tsv"],
         ),
         ('awk \'$2 > low.p {{print "1"}}\' "$1" >> all.txt 2> "$1.log"', []),
         ("cd $(mktemp -d) && ls > files.txt", []),
@@ -410,7 +413,7 @@ def test_a_script_that_takes_the_number_of_its_array_task_for_that_of_an_item_is
         (["bash", "two.sh", "{text}"], []),
         (["bash", "three.sh", "{text}"], []),
         (["bash", "-c", "SLURM_OVERLAP=1 srun ./sim $1", "bash", "{text}"], []),
-        (["bash", "-c", "n=`srun ./sim $1`", "bash", "{text}"], ["the code behind -c"]),
+        (["bash", "-c", "n=`srun ./sim $1`", "bash", "{text}"], ["the code after -c"]),
         ([sys.executable, "one.py", "{text}"], ["one.py"]),
         ([sys.executable, "two.py", "{text}"], []),
     ],
@@ -458,7 +461,7 @@ print(1)
             ["bash", "-c", "CUDA_VISIBLE_DEVICES=$2 python -S one.py $1", "bash", "{text}", "0"],
             "",
             {},
-            "code behind -c",
+            "code after -c",
         ),
         (RUN["one.py"], 'import os\nos.environ["CUDA_VISIBLE_DEVICES"] = ""\n', {}, None),
         (["bash", "-c", "CUDA_VISIBLE_DEVICES= python -S one.py $1", "bash", "{text}"], "", {}, None),

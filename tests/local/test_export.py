@@ -245,7 +245,7 @@ def test_no_turned_bit_is_exported_and_nothing_is_left(merged, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"old")
     before = sorted(os.listdir(tmp_path))
     for name, at, _ in one_bit_everywhere(merged):
-        with pytest.raises(SlurmGPUError, match=r"`slurmgpu merge RUN` writes merged\.h5 again"):
+        with pytest.raises(SlurmGPUError, match=r"`slurmgpu merge RUN` rewrites merged\.h5"):
             export(merged, "jsonl", tmp_path / "a.jsonl")
         with pytest.raises(SlurmGPUError):
             export(merged, "csv", stream)

@@ -129,7 +129,7 @@ def test_a_cache_that_lacks_a_file_is_completed_or_refused(tmp_path: Path, hub: 
     ask(tmp_path, hub, "hf://datasets/lab/texts/data/train-0.parquet")
     named = "hf://datasets/lab/texts/data/train-*.parquet"
     [refused] = ask(tmp_path, hub, named, offline=True)
-    assert "is not whole in the hub's cache, and the hub was not reached" in refused["error"]
+    assert "is incomplete in the hub's cache, and the hub cannot be reached" in refused["error"]
     assert ask(tmp_path, hub, named)[0]["ids"] == [1, 2, 3, 4]
 
 

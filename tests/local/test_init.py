@@ -86,7 +86,7 @@ def test_an_sbatch_that_finds_no_cluster_leads_to_this_machine(slurmgpu, tmp_pat
     ):
         done = slurmgpu(*argv, cwd=tmp_path, expect=code, **broken)
         said = " ".join((done.stdout + done.stderr).split())
-        assert "is installed here and finds no cluster" in said
+        assert "is installed here but finds no cluster" in said
         assert "--executor local" in said
         assert "res_nsearch" not in said
 

@@ -92,7 +92,7 @@ def marked(folder):
 
 def joining(folder):
     """The items of which tasks compute parts for others, as their records say."""
-    told = (re.fullmatch(r"computes parts of item (\d+)", record["progress"] or "") for record in records(folder))
+    told = (re.fullmatch(r"computing parts of item (\d+)", record["progress"] or "") for record in records(folder))
     return [int(found[1]) for found in told if found]
 
 

@@ -279,7 +279,7 @@ def test_a_worker_that_hangs_or_dies_when_its_work_is_done_has_done_it(
     assert not workers(folder)
     if how == "hangs":
         [log] = (folder / "run" / "logs").glob("job_0.0.log")
-        assert "Python ends when threads that the workload has started do: uploads" in log.read_text()
+        assert "Python waits for threads that the workload started: uploads" in log.read_text()
 
 
 DEAF = """
@@ -831,7 +831,7 @@ def test_a_flipped_bit_in_the_merged_file_is_found_and_mended_by_a_merge(copied,
         done = slurmgpu("export", "run", "--format", "csv", "-o", target, cwd=folder, expect=2)
         assert done.stdout == ""
         assert "merged.h5 has changed since it was written: the checksum of" in done.stderr
-        assert f"`slurmgpu merge {folder}/run` writes merged.h5 again" in done.stderr
+        assert f"`slurmgpu merge {folder}/run` rewrites merged.h5" in done.stderr
     assert not list(folder.glob("*out.csv*"))
     slurmgpu("merge", "run", cwd=folder, expect=0)
     slurmgpu("export", "run", "-o", "out.csv", cwd=folder, expect=0)
@@ -894,7 +894,7 @@ def test_without_slurm_a_dry_run_shows_the_plan_and_a_submission_says_what_is_mi
     assert "20 items" in done.stdout
     assert "--executor local" in done.stdout
     done = slurmgpu("submit", cwd=folder, expect=2, PATH="/nowhere")
-    assert "There is no sbatch here" in done.stderr
+    assert "This machine has no sbatch" in done.stderr
     assert not (folder / "run").exists()
 
 

@@ -250,7 +250,7 @@ def test_an_item_that_nobody_asked_to_leave_is_in_error_and_not_tried_for_ever(p
     check_rows(folder, 2, errors={0, 1})
     [first, _] = report(folder)["errors"]
     assert first["class"] == "item_error"
-    assert "raised Interrupted though nobody had asked it to stop" in first["message"]
+    assert "raised Interrupted although it was not asked to stop" in first["message"]
 
 
 def test_a_worker_that_starts_after_the_notice_takes_no_item_up(holding):

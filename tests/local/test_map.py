@@ -70,9 +70,11 @@ def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item(capl
     )
     assert found[5][1] == "item_error: five is said to fail"
     assert run["n"][:3].tolist() == [0, 3, 6]
-    assert "triple: 20 items>: 3 items failed, whose values in 'n' are blank." in caplog.text
+    assert "triple: 20 items>: 3 items failed; their values in 'n' are blank." in caplog.text
     assert run["n"].dtype == "int64"
-    with pytest.raises(TypeError, match=r"0 names no column; rows are in rows\(\) and, .* results\(\).row\(number\)"):
+    with pytest.raises(
+        TypeError, match=r"0 is not a column's name; .* rows\(\) for rows, .* results\(\).row\(number\)"
+    ):
         run[0]
     again = slurmgpu.open_run(run.folder)
     assert again["text"][:2] == ["even", "odd"]
@@ -272,7 +274,7 @@ def test_a_bad_item_of_the_first_batch_keeps_no_column_from_being_learnt():
     assert [(error and error.partition(": ")[0], found) for _, error, found in values(run)] == [
         ("item_error", {"result": None}) if index == 0 else (None, {"result": 3.0 - index}) for index in range(3)
     ]
-    with pytest.raises(SlurmGPUError, match=r"Item 0 .*ZeroDivisionError.* declare the columns, as in columns=\{"):
+    with pytest.raises(SlurmGPUError, match=r"Item 0 .*ZeroDivisionError.* declare the columns: columns=\{"):
         slurmgpu.map(lengths, ["", "", "c"], batch_size=2, **IN_PROCESS)
 
 
@@ -348,7 +350,7 @@ def test_a_module_is_refused_that_tasks_would_import_from_another_file_or_not_at
 
     monkeypatch.chdir(tmp_path / "elsewhere")
     run = slurmgpu.map(fails, [1], columns="int64", name="run", wait=True, **HERE)
-    other = f"has imported twice_there from {tmp_path}/src/twice_there.py, and tasks would import {tmp_path}/elsewhere/"
+    other = f"has imported twice_there from {tmp_path}/src/twice_there.py, but tasks will import {tmp_path}/elsewhere/"
     for function in (twice_there.times, lambda item: twice_there.times(item), late):
         with pytest.raises(SlurmGPUError, match=other):
             slurmgpu.map(function, [1], columns="int64", **IN_PROCESS)
@@ -356,13 +358,15 @@ def test_a_module_is_refused_that_tasks_would_import_from_another_file_or_not_at
         run.resubmit(failed=True, function=late)
     (tmp_path / "elsewhere" / "statistics.py").write_text("def mean(item):\n    return 0.0\n")
     for function in (statistics.mean, lambda item: statistics.mean(item)):
-        with pytest.raises(SlurmGPUError, match=f"and tasks would import {tmp_path}/elsewhere/statistics.py"):
+        with pytest.raises(SlurmGPUError, match=f"but tasks will import {tmp_path}/elsewhere/statistics.py"):
             slurmgpu.map(function, [[1, 2]], columns="float64", **IN_PROCESS)
     monkeypatch.chdir(tmp_path)
     assert slurmgpu.map(twice_there.times, [1], columns="int64", **HERE)["result"][:].tolist() == [2]
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(tmp_path / "src")])
     for function in (twice_there.times, late):
-        with pytest.raises(SlurmGPUError, match=f"would not find it: {tmp_path}/src is neither {tmp_path}, where they"):
+        with pytest.raises(
+            SlurmGPUError, match=f"they search {tmp_path} and sys.path, and {tmp_path}/src is in neither"
+        ):
             slurmgpu.map(function, [1], columns="int64", **IN_PROCESS)
 
 
@@ -423,7 +427,7 @@ def test_the_index_of_a_frame_that_has_a_name_is_told_to_be_left_out(caplog):
     assert "the frame's index" not in caplog.text
     frame.index = pd.MultiIndex.from_tuples([("nyt", 1), ("faz", 2)], names=["source", "day"])
     run = slurmgpu.map(lambda row: len(row), frame, **IN_PROCESS)
-    assert "the frame's index, source, day: frame.reset_index() has them" in caplog.text
+    assert "the frame's index, source, day: pass frame.reset_index()" in caplog.text
     assert run["result"][:].tolist() == [1, 1]
 
 
@@ -489,9 +493,9 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ({**one, "load": 3}, "load is 3; expected a function without arguments"),
         ({**one, "executor": "slrum"}, r"^the arguments of slurmgpu.map: \[resources\] executor: should be 'slurm', "),
         ({**one, "batch_size": 0}, r"^the arguments of slurmgpu.map: \[workload\] batch_size: should be greater"),
-        ({"function": len, "items": [1], "load": dict}, r"len cannot .*: too many .* What load returns is its second"),
-        ({**one, "items": [pd.Series({"a": 1})]}, "has a value of type Series; .* Give the data frame itself"),
-        ({"function": len, "items": {"a": 1}}, r"items has the type dict; expected a list.* as in items\['a'\]\."),
+        ({"function": len, "items": [1], "load": dict}, r"len cannot .*: too many .* Its second argument is what load"),
+        ({**one, "items": [pd.Series({"a": 1})]}, "has a value of type Series; .* Pass the data frame itself"),
+        ({"function": len, "items": {"a": 1}}, r"items has the type dict; expected a list.* such as items\['a'\]\."),
         ({"function": len, "items": "none.jsonl"}, "none.jsonl does not exist"),
         ({"function": len, "items": b"items.jsonl"}, "items has the type bytes; expected a list"),
         ({"function": len, "items": np.array(3)}, "items has the type ndarray; expected a list"),
@@ -510,7 +514,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ({**one, "overrides": {"input": "x.jsonl"}}, "overrides, 'input', and the argument `items` set the same key"),
         ({**one, "overrides": {"run_dir": "x"}}, "'run_dir', and the arguments `run_dir` and `name` set the same key"),
         ({**one, "overrides": {"workload.batch_size": 2}}, "and the argument `batch_size` set the same key"),
-        ({**one, "overrides": {"sweep": {"seed": [1, 2]}}}, r"overrides has \[sweep\], and slurmgpu.map makes one run"),
+        ({**one, "overrides": {"sweep": {"seed": [1, 2]}}}, r"overrides has \[sweep\], but slurmgpu.map makes one run"),
         ({**one, "overrides": {"batched": True}}, "overrides has the setting 'batched', and a function has none"),
         (
             {**one, "items": pd.DataFrame({"id": [1, "a7", None]})},
@@ -521,7 +525,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
             {**one, "items": pd.DataFrame({"t": pd.period_range("2020", periods=2)})},
             "The column 't' has periods, which",
         ),
-        ({**one, "items": pd.DataFrame({"id": [2**70]})}, "cannot be read as one of Arrow: .*df.to_dict"),
+        ({**one, "items": pd.DataFrame({"id": [2**70]})}, "cannot be converted to Arrow: .*df.to_dict"),
     ]
     for given, sentence in held:
         with pytest.raises(SlurmGPUError, match=sentence):
@@ -615,7 +619,7 @@ def test_a_module_that_maps_when_it_is_imported_makes_one_run_and_none_of_its_ta
 
     unguarded.run.wait()
     refusal = (
-        f"{tmp_path}/unguarded.py, line 12, calls slurmgpu.map when it is imported, and each task imports it: put the "
+        f"{tmp_path}/unguarded.py, line 12, calls slurmgpu.map when it is imported, but each task imports it. Put the "
         f"call under `if __name__ == '__main__':`."
     )
     (attempt,) = last_report(unguarded.run.run)["attempts"]

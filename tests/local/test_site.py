@@ -172,7 +172,7 @@ def test_init_site_without_slurm_says_so(slurmgpu, tmp_path, place):
         (tmp_path / place).mkdir()
         (tmp_path / place / "sinfo").touch(0o644)
     done = slurmgpu("init", "--site", "-o", tmp_path / "site.toml", expect=2, PATH=str(tmp_path / place))
-    assert "There is no sinfo here" in done.stderr
+    assert "This machine has no sinfo" in done.stderr
     assert "--executor" not in done.stderr  # which init lacks
     assert not (tmp_path / "site.toml").exists()
 

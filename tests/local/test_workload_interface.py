@@ -214,7 +214,7 @@ def test_a_workload_of_an_installed_package_is_used_by_its_short_name(installed,
 
 
 def test_a_name_that_no_package_has_or_has_wrongly_is_refused_with_those_there_are(installed):
-    assert "nor of an installed package" in (said := installed("submit", "--dry-run", use="qqqq").stderr)
+    assert "nor from an installed package" in (said := installed("submit", "--dry-run", use="qqqq").stderr)
     assert re.findall(r"Known: (.*)\.", " ".join(said.split())) == [", ".join(sorted({*BUILT_IN, "odd", "theirs"}))]
     said = " ".join(installed("submit", "--dry-run", use="odd").stderr.split())
     assert "the entry point of theirs is 'theirs'; expected 'package.module:Class'" in said

@@ -423,7 +423,7 @@ def test_a_task_outside_slurm_says_what_to_do_instead(project, slurmgpu):
 )
 def test_a_task_that_is_not_alone_on_its_node_or_leaves_one_out_is_refused(project, slurmgpu, environment):
     done = slurmgpu("task", "run", cwd=project(4), expect=2, SLURM_JOB_ID="1", **environment)
-    assert "expected once on each: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1" in done.stderr
+    assert "expected once per node: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def test_a_command_line_of_jupyter_is_not_handed_on(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--api-key", "abc123"], "a secret behind --api-key"),
-        (["--hf-token", "abc123"], "a secret behind --hf-token"),
-        (["--key=hf_0123456789abcdefghij"], "like a secret. Hand"),
+        (["--api-key", "abc123"], "a secret after --api-key"),
+        (["--hf-token", "abc123"], "a secret after --hf-token"),
+        (["--key=hf_0123456789abcdefghij"], "like a secret. Pass"),
     ],
 )
 def test_a_secret_on_a_command_line_that_tasks_need_is_refused(monkeypatch, arguments, said):
@@ -408,7 +408,9 @@ def test_a_function_that_a_fresh_process_cannot_read_is_refused(tmp_path, monkey
 
     function = by_value(lambda item: fleeting.x)
     (tmp_path / "fleeting.py").unlink()
-    with pytest.raises(SlurmGPUError, match="fresh process, as tasks do: ModuleNotFoundError: No module named 'fleet"):
+    with pytest.raises(
+        SlurmGPUError, match="new process, as tasks load it: ModuleNotFoundError: No module named 'fleet"
+    ):
         functions.pack({"function": function, "load": None}, tmp_path)
 
 
@@ -421,15 +423,15 @@ def test_a_pickle_is_loaded_only_if_digest_owner_and_python_agree(tmp_path):
         functions.unpack(path, packed.record)
     assert not (tmp_path / "ran").exists()
     path.write_bytes(packed.content)
-    with pytest.raises(SlurmGPUError, match=r"has a function of Python 3\.1, and this is Python 3"):
+    with pytest.raises(SlurmGPUError, match=r"has a function pickled by Python 3\.1, but this is Python 3"):
         functions.unpack(path, {**packed.record, "python": "3.1"})
     path.chmod(0o666)
-    with pytest.raises(SlurmGPUError, match="others than its owner may write it"):
+    with pytest.raises(SlurmGPUError, match="users other than its owner may write it"):
         functions.unpack(path, packed.record)
     path.chmod(0o600)
     assert functions.unpack(path, packed.record)["function"](5) == 5
     path.unlink()
-    with pytest.raises(SlurmGPUError, match="is not used: No such file"):
+    with pytest.raises(SlurmGPUError, match="cannot be read: No such file"):
         functions.unpack(path, packed.record)
 
 
@@ -505,14 +507,14 @@ def test_tables_are_told_from_their_columns(tmp_path):
     ("items", "sentence"),
     [
         ([], "There are no items"),
-        ([{"a": {"b": (1, 2)}}], r"Item 0\['a'\]\['b'\] has a value of type tuple; .* Give a list"),
-        ([{"t": np.datetime64(1, "ns")}], r"Item 0\['t'\] is a datetime64\[ns\]; .* Give str\(value\)"),
+        ([{"a": {"b": (1, 2)}}], r"Item 0\['a'\]\['b'\] has a value of type tuple; .* Pass a list"),
+        ([{"t": np.datetime64(1, "ns")}], r"Item 0\['t'\] is a datetime64\[ns\]; .* Pass str\(value\)"),
         ([1, b"x"], "Item 1 has a value of type bytes; expected text"),
         ([{1: 2}], "Item 0 has the key 1; expected text"),
-        ([(1, 2), Point(1, 2)], r"Item 1 is a Point, which would come back as a plain tuple. Give tuple\(item\), or"),
-        ([{"a": 1}, 2], "Item 1 is a value, and item 0 a mapping"),
-        ([1, 10**5000], "Item 1 is not written as JSON: Exceeds the limit"),
-        ([within_itself()], "Item 0 is not written as JSON: maximum recursion depth"),
+        ([(1, 2), Point(1, 2)], r"Item 1 is a Point, which would come back as a plain tuple. Pass tuple\(item\), or"),
+        ([{"a": 1}, 2], "Item 1 is a value, but item 0 is a mapping"),
+        ([1, 10**5000], "Item 1 cannot be written as JSON: Exceeds the limit"),
+        ([within_itself()], "Item 0 cannot be written as JSON: maximum recursion depth"),
     ],
 )
 def test_items_that_would_come_back_as_others_are_refused(tmp_path, items, sentence):

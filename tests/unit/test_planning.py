@@ -356,7 +356,7 @@ def test_a_workload_without_call_is_refused(project):
 def test_for_a_function_in_place_of_a_class_what_maps_it_is_said(project):
     folder = project(workload="Broken")
     (folder / "workloads.py").write_text("def Broken(item): return {'x': 1}\n")
-    assert "Broken is a function, and a run file names a class" in refused(folder)
+    assert "Broken is a function; a run file names a class" in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_the_run_file_says_how_many_processes_a_task_has_and_else_the_workload(p
         ({"image": "items.jsonl"}, "items.jsonl"),
         ({"imag": "x.sif"}, "unknown key [container] imag. Did you mean 'image'?"),
         ({"runtime": "docker"}, "[container] runtime"),
-        ({"image": "items.jsonl", "env": {"bad-name": "1"}}, "'bad-name' is no name of a variable"),
+        ({"image": "items.jsonl", "env": {"bad-name": "1"}}, "'bad-name' is not a valid name of a variable"),
         ({"stage": "disk"}, "[container] stage"),
     ],
 )
@@ -512,7 +512,7 @@ def test_a_module_that_only_the_image_has_is_no_bug_of_the_workload(project, slu
     (folder / "workloads.py").write_text(source.replace(there, f"{indent}import onlyinimage.parts\n{there}", 1))
     said = refused(folder)
     assert "workloads.py:Rows needs the module 'onlyinimage', which is not installed here." in said
-    assert "import it in `load`" in said
+    assert "import the module in `load`" in said
     assert "needs the module 'onlyinimage'" in slurmgpu("check", cwd=folder, expect=2).stdout
 
 

@@ -242,4 +242,4 @@ def test_prepare_may_not_call_what_is_of_the_call_that_computes(batch_size):
     done = compute(workload, batch_size=batch_size)
     [(index, row)] = [(i, row) for i, row in done.rows.items() if isinstance(row, Failure)]
     assert (index, set(noted)) == (5, {"called"})
-    assert "`prepare` calls task.note, which is of the call that computes now; use it in __call__" in row.message
+    assert "`prepare` must not call task.note, which belongs to the current call; use it in __call__" in row.message

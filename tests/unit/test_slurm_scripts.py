@@ -140,7 +140,7 @@ def test_copies_of_a_job_end_with_a_sentence(tmp_path, job):
     )
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **copies}, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "was started 16 times on 1 of the job's 1 nodes; expected once on each" in done.stderr
+    assert "was started 16 times on 1 of the job's 1 nodes; expected once per node" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
@@ -175,7 +175,7 @@ def test_a_shell_that_submits_to_another_cluster_is_told_so(pretending, monkeypa
     folder = project(4)
     for command in (("submit", "--dry-run"), ("submit",)):
         done = slurmgpu(*command, cwd=folder, expect=2, SLURM_CLUSTERS="far")
-        assert "SLURM_CLUSTERS = far in the environment names other clusters than here" in done.stderr
+        assert "SLURM_CLUSTERS = far in the environment names other clusters than this one, here" in done.stderr
         assert "Submit from a login node of that cluster" in done.stderr
     assert not (folder / "run").exists()
     monkeypatch.setenv("SBATCH_CLUSTERS", "Here")

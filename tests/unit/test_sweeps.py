@@ -81,7 +81,7 @@ def test_keys_of_a_zip_vary_together_where_the_first_of_them_stands():
     [
         (
             {"zip": [["a", "b"]], "a": [1, 2], "b": [1]},
-            "zip: a has 2 values, b has 1 value; expected lists of one length",
+            "zip: a has 2 values, b has 1 value; expected lists of the same length",
         ),
         ({"zip": [["a", "b"]], "a": [1], "b": {"int": [1, 2]}, "random": 2}, "b has a distribution"),
         (
@@ -89,7 +89,7 @@ def test_keys_of_a_zip_vary_together_where_the_first_of_them_stands():
             "zip names 'lrr', which [sweep] does not vary. Did you mean 'lr'?",
         ),
         ({"zip": [["a", "b"], ["b"]], "a": [1], "b": [2]}, "zip names 'b' twice"),
-        ({"zip": ["a", "b"], "a": [1, 2], "b": [3, 4]}, 'expected a list of groups of them: write zip = [["a", "b"]]'),
+        ({"zip": ["a", "b"], "a": [1, 2], "b": [3, 4]}, 'expected a list of groups of keys: write zip = [["a", "b"]]'),
     ],
 )
 def test_keys_that_cannot_vary_together_are_refused(table, said):
@@ -177,13 +177,16 @@ def test_numbers_are_spread_as_the_distribution_says():
         ({"lr": [0.1, [math.inf]]}, "[sweep] lr has the value [inf]; expected"),
         ({"day": datetime.date(2024, 1, 2)}, "[sweep] day has the value 2024-01-02; expected text"),
         ({"lr": {"loguniform": [0.1, 1]}}, "[sweep] lr is a distribution, so the number of configurations"),
-        ({"lr": [{"uniform": [0, 1]}]}, "a distribution in a list; expected it alone: lr = {uniform = [0, 1]}."),
+        (
+            {"lr": [{"uniform": [0, 1]}]},
+            "a distribution in a list; write it without the list: lr = {uniform = [0, 1]}.",
+        ),
         ({"lr": {"loguniforn": [0.1, 1]}}, "Did you mean 'loguniform'?"),
         ({"lr": {"a": 1, "b": 2}}, "[sweep] lr is the table {a = 1, b = 2}; expected a value, a list of values, or"),
         ({"lr": {}}, "[sweep] lr is the table {}"),
         (
             {"arguments": {"width": [1, 2]}},
-            "[sweep.arguments] is a table; expected all keys in [sweep] itself: write width =",
+            "[sweep.arguments] is a table, but width belongs in [sweep] itself: write width =",
         ),
         ({"lr": {"uniform": [1, 0]}}, "[sweep] lr is {uniform = [1, 0]}; expected uniform = [a, b] with two finite"),
         ({"lr": {"uniform": [0, math.inf]}}, "with two finite numbers, the smaller first"),
@@ -193,13 +196,13 @@ def test_numbers_are_spread_as_the_distribution_says():
         ({"n": {"int": [1, 2.0]}}, "with two whole numbers, the smaller first"),
         ({"n": {"int": [False, True]}}, "with two whole numbers, the smaller first"),
         ({"n": {"logint": [0, 2]}}, "with two whole numbers above 0, the smaller first"),
-        ({"lr": [1, 2], "random": 0}, "[sweep] random is 0; expected how many"),
-        ({"lr": [1, 2], "random": True}, "[sweep] random is true; expected how many"),
-        ({"lr": [1, 2], "random": 2.0}, "[sweep] random is 2.0; expected how many"),
+        ({"lr": [1, 2], "random": 0}, "[sweep] random is 0; expected the number of"),
+        ({"lr": [1, 2], "random": True}, "[sweep] random is true; expected the number of"),
+        ({"lr": [1, 2], "random": 2.0}, "[sweep] random is 2.0; expected the number of"),
         ({"lr": [1, 2], "random": 10**7}, "from 1 to 1,000,000"),
         (
             {key: list(range(200)) for key in "abc"},
-            "[sweep] stands for 8,000,000 configurations; expected at most 1,000,000",
+            "[sweep] makes 8,000,000 configurations; expected at most 1,000,000",
         ),
     ],
 )

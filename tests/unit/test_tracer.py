@@ -53,7 +53,9 @@ def test_a_file_that_is_nested_too_deeply_is_said_to_be_followed_in_part(tmp_pat
     tracer.add_module("deep")
     trace = tracer.finish()
     assert [file.name for file in trace.files] == ["deep.py", "near.py"]
-    assert trace.notes == (f"What {tmp_path}/deep.py imports or reads is not known in full: it is nested too deeply.",)
+    assert trace.notes == (
+        f"Some imports and reads of {tmp_path}/deep.py are unknown, because it is nested too deeply.",
+    )
 
 
 def test_a_default_is_read_whatever_folders_are_made_by_os_path_join(tmp_path):
