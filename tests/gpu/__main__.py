@@ -1,6 +1,6 @@
-"""`python -m tests.gpu [PART|PART.FINDING…]`: tell each finding as it comes, and write results/GPU-NAME.md.
+"""`python -m tests.gpu [PART|PART.FINDING…]`: print each finding as it ends, and write results/GPU-NAME.md.
 
-Exit codes: 0 all held, 1 something did not, 4 nothing was proven, as there is no GPU.
+Exit codes: 0 all held, 1 something did not, 4 nothing was proven (there is no GPU, or nothing could be measured).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import Any
 from slurmgpu.errors import GPUFaultError
 from slurmgpu.util import gpus
 from tests.gpu import record
-from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, findings_of
+from tests.gpu.findings import HELD, NOT_HELD, NOT_MEASURED, Finding, findings_of
 from tests.gpu.record import Row
 
 PARTS = {"core": 60, "influence": 12, "training": 90, "embedding": 95, "llm": 223}
-"""The parts, and the seconds of each where all of them are asked for; what a part leaves of them, the next may use."""
+"""The parts, with the seconds of each when all of them run; the next part may use what a part leaves."""
 RESULTS = Path(__file__).with_name("results")
 HOME = Path(__file__).parents[2]
 EXIT_HELD, EXIT_NOT_HELD, EXIT_NOTHING_PROVEN = 0, 1, 4
-MARKS = {HELD: "✓", NOT_HELD: "✗", NOT_TO_BE_HAD: "–"}
+MARKS = {HELD: "✓", NOT_HELD: "✗", NOT_MEASURED: "–"}
 LOG_LINES = 15
 PATIENCE = 20
-"""How many times longer everything may take without a GPU, where it proves nothing."""
+"""How many times longer everything may take without a GPU."""
 
 
 def main() -> int:
-    """Run the parts that are asked for; the exit code."""
+    """Run the parts that are named; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Prove slurmgpu on this machine's GPUs.")
-    said = f"which of {', '.join(PARTS)} (default: all), or a finding by its function: core.two_runs_share_a_gpu"
+    said = f"any of {', '.join(PARTS)} (default: all), or one finding by its function: core.two_runs_share_a_gpu"
     parser.add_argument("chosen", nargs="*", metavar="PART[.FINDING]", help=said)
     try:
         parts = choose(parser.parse_args().chosen or list(PARTS))
@@ -53,13 +53,13 @@ def main() -> int:
     names = ", ".join(gpu.name for gpu in found) or "no GPU: each part runs on the CPU, at a toy size"
     patience = 1 if found else PATIENCE
     print(f"{names}. At most {sum(PARTS.values()) * patience / 60:.0f} minutes.", flush=True)
-    # What a toy size on a CPU shows is that the code runs.
+    # A toy size on a CPU only shows that the code runs.
     marks, words = (MARKS, {}) if found else ({**MARKS, HELD: "·"}, {HELD: "ran"})
     rows: list[Row] = []
     written: Path | None = None
     claims = {each.claim for findings in choose(list(PARTS)).values() for each in findings}
     with contextlib.ExitStack() as stack:
-        # All at once, while the first part has most of its time for processes: nothing that is timed runs beside them.
+        # All processes start now: the first part spends most of its time starting processes, and times nothing.
         waiting = {part: stack.enter_context(process_of(part, len(found))) for part in parts}
         for part, seconds in ends_of(parts).items():
             begun = time.monotonic()
@@ -70,7 +70,7 @@ def main() -> int:
                 if row.trace and row.figures not in [other.figures for other in rows]:
                     print("    " + row.trace.rstrip().replace("\n", "\n    "), flush=True)
                 rows.append(row)
-                if found:  # now, so that one who stops the rest has a record of these
+                if found:  # after each finding, so that an interrupted proof leaves a record
                     written = record.write(RESULTS, found, rows, claims)
             print(f"== {part} took {time.monotonic() - begun:.0f} s", flush=True)
     counts = record.count([row.verdict for row in rows], words)
@@ -80,7 +80,7 @@ def main() -> int:
     if any(row.verdict == NOT_HELD for row in rows):
         return EXIT_NOT_HELD
     if not found or not any(row.verdict == HELD for row in rows):
-        print("nothing was proven: there is no GPU" if not found else "nothing was proven: nothing could be tried")
+        print("nothing was proven: there is no GPU" if not found else "nothing was proven: nothing could be measured")
         return EXIT_NOTHING_PROVEN
     return EXIT_HELD
 
@@ -95,29 +95,30 @@ def visible_gpus() -> Sequence[gpus.GPU]:
 
 
 def choose(names: Sequence[str]) -> dict[str, list[Finding]]:
-    """The findings of each part that is named, whole or by some of its findings; ValueError for a name that is none."""
+    """The findings of each part that is named, all or those named; ValueError for an unknown name."""
     chosen: dict[str, list[Finding]] = {}
     for name in names:
         part, _, wanted = name.partition(".")
         if part not in PARTS:
-            raise ValueError(f"no part {part}; there are {', '.join(PARTS)}")
+            raise ValueError(f"there is no part {part!r}: choose from {', '.join(PARTS)}")
         findings = findings_of(importlib.import_module(f"tests.gpu.{part}"))
         found = [each for each in findings if wanted in ("", each.name)]
         if not found:
-            raise ValueError(f"no finding {wanted} in {part}; there are {', '.join(each.name for each in findings)}")
+            names_of_part = ", ".join(each.name for each in findings)
+            raise ValueError(f"{part} has no finding {wanted!r}: choose from {names_of_part}")
         chosen[part] = [each for each in findings if each in found or each in chosen.get(part, [])]
     return chosen
 
 
 def ends_of(parts: Collection[str]) -> dict[str, float]:
-    """The second by which each of these parts has to end: a few of them share the time of all."""
+    """The second by which each of these parts must end; the parts that run share the time of all."""
     seconds = [PARTS[part] * sum(PARTS.values()) / sum(PARTS[each] for each in parts) for part in parts]
     return dict(zip(parts, itertools.accumulate(seconds), strict=True))
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a part, which prepares what needs no GPU, and then waits for the names of its findings."""
+    """The process of a part: it prepares what needs no GPU, then waits for the names of its findings."""
 
     popen: subprocess.Popen[bytes]
     log: Path
@@ -125,7 +126,7 @@ class Process:
 
 @contextlib.contextmanager
 def process_of(part: str, n_gpus: int) -> Iterator[Process]:
-    """A process of a part, which ends with the context, as does its folder."""
+    """The process of a part; the process and its folder end with the context."""
     with tempfile.TemporaryDirectory(prefix="slurmgpu-gpu-", ignore_cleanup_errors=True) as name:
         work, log = Path(name) / "work", Path(name) / "log"
         work.mkdir()
@@ -149,13 +150,13 @@ def process_of(part: str, n_gpus: int) -> Iterator[Process]:
 def run_part(
     part: str, findings: Sequence[Finding], n_gpus: int, limit_s: float, first: Process | None = None
 ) -> Iterator[Row]:
-    """A row for each of these findings of a part, by as many processes as it takes, in so many seconds."""
+    """A row for each of these findings of a part, within `limit_s`; a process that dies is replaced."""
     left = list(findings)
     end = time.monotonic() + limit_s
     while left:
         if (remaining := end - time.monotonic()) <= 0:
             for each in left:
-                yield Row(part, each.claim, NOT_TO_BE_HAD, f"the {limit_s:.0f} s of the part are over", 0.0)
+                yield Row(part, each.claim, NOT_MEASURED, f"the part's {limit_s:.0f} s are used up", 0.0)
             return
         n_left = len(left)
         with contextlib.nullcontext(first) if first else process_of(part, n_gpus) as process:
@@ -164,14 +165,14 @@ def run_part(
                 yield row
             if len(left) == n_left:  # it died before its first finding
                 each, *left = left
-                yield Row(part, each.claim, NOT_HELD, "its process did not come to it", 0.0, _tail(process.log, 0))
+                yield Row(part, each.claim, NOT_HELD, "its process ended before it began", 0.0, _tail(process.log, 0))
         first = None
 
 
 def _run_process(part: str, left: Sequence[Finding], n_gpus: int, begun: Process, end: float) -> Iterator[Row]:
     process, log = begun.popen, begun.log
     assert process.stdin is not None  # it is a pipe
-    with contextlib.suppress(BrokenPipeError):  # where it has ended, which is seen below
+    with contextlib.suppress(BrokenPipeError):  # the process has ended; handled below
         process.stdin.write(" ".join(each.name for each in left).encode() + b"\n")
     try:
         for each in left:
@@ -187,13 +188,13 @@ def _run_process(part: str, left: Sequence[Finding], n_gpus: int, begun: Process
                 yield Row(part, each.claim, line["verdict"], line["figures"], seconds, trace)
                 continue
             if begin is None and process.poll() is not None:
-                return  # the finding before has broken CUDA
+                return  # the previous finding broke CUDA
             is_hanging = process.poll() is None and time.monotonic() >= limit
             _end(process)
-            how = f"it was stopped after {seconds:.0f} s" if is_hanging else f"its process ended by {_code(process)}"
+            how = f"it was stopped after {seconds:.0f} s" if is_hanging else f"its process ended with {_code(process)}"
             verdict = NOT_HELD
-            if is_hanging and limit < began + own_s:  # nothing is known of what it measures
-                verdict, how = NOT_TO_BE_HAD, f"{how} of the {own_s:.0f} s that it may take, as the part's time is over"
+            if is_hanging and limit < began + own_s:  # cut short, so it measured nothing
+                verdict, how = NOT_MEASURED, f"{how} (it may take {own_s:.0f} s), because the part's time is used up"
             yield Row(part, each.claim, verdict, how, seconds, _tail(log, said))
             return
     finally:
@@ -201,9 +202,9 @@ def _run_process(part: str, left: Sequence[Finding], n_gpus: int, begun: Process
 
 
 def environ_of(n_gpus: int) -> dict[str, str]:
-    """The environment of a part's process. Beside a GPU it leaves the cores as a user's run has them."""
+    """The environment of a part's process. With a GPU, the number of threads is as in a user's run."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    # Nothing needs to be installed: the tasks of runs begin elsewhere, and find the package here.
+    # The tasks of runs start in other folders; this lets them import the package without an install.
     environ["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
     if n_gpus == 0:
         environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -213,7 +214,7 @@ def environ_of(n_gpus: int) -> dict[str, str]:
 def _hear(
     process: subprocess.Popen[bytes], name: str, limit: float
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The lines of a finding's begin and end; None for what has not come if the process ended or the time is over."""
+    """The lines of a finding's begin and end; None for a line that did not come before the end or the limit."""
     assert process.stdout is not None  # it is a pipe
     begin: dict[str, Any] | None = None
     with selectors.DefaultSelector() as selector:
@@ -232,7 +233,7 @@ def _hear(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a part's process and its children."""
+    """Kill a part's process and its children, if it still runs."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

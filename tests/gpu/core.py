@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gpu.findings import Machine, NotToBeHad, finding, hold, logs_of
+from tests.gpu.findings import Machine, NotMeasured, finding, hold, logs_of
 
 if TYPE_CHECKING:
     from slurmgpu.faults.verdicts import Verdict
@@ -43,13 +43,13 @@ def nvml_says_what_nvidia_smi_says(machine: Machine) -> str:
     machine.needs_gpu()
     cards = open_cards(None)
     if cards is None:
-        raise NotToBeHad("nvidia-ml-py cannot be imported, or NVML shows no GPU")
+        raise NotMeasured("nvidia-ml-py cannot be imported, or NVML finds no GPU")
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
         readings = {card.uuid: card.read() for card in cards.cards}
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except FileNotFoundError as error:
-        raise NotToBeHad("there is no nvidia-smi") from error
+        raise NotMeasured("there is no nvidia-smi") from error
     finally:
         driver = cards.driver
         cards.close()
@@ -74,7 +74,7 @@ def nvml_says_what_nvidia_smi_says(machine: Machine) -> str:
 
 @finding()
 def the_probe_finds_the_gpus(machine: Machine) -> str:
-    """The probe finds the GPUs, with names, memory and driver, and refuses more than there are, and none at all."""
+    """The probe finds the GPUs with names, memory and driver; it fails if asked for too many, or if none is visible."""
     from slurmgpu.util import gpus
 
     found = gpus.probe(machine.n_gpus) if machine.on_gpu else []
@@ -89,7 +89,7 @@ def the_probe_finds_the_gpus(machine: Machine) -> str:
 
 @finding()
 def the_probe_refuses_a_gpu_that_others_fill(machine: Machine) -> str:
-    """A GPU whose memory another process holds is refused with a sentence, and usable when that has ended."""
+    """A GPU whose memory another process holds is refused with a reason, and accepted once the memory is free."""
     machine.needs_gpu()
     import torch
 
@@ -103,7 +103,7 @@ def the_probe_refuses_a_gpu_that_others_fill(machine: Machine) -> str:
 
 
 def _probe(n_gpus: int, **environ: str) -> str:
-    """What a process of its own finds."""
+    """What the probe prints in its own process."""
     command = [sys.executable, "-c", PROBE, str(n_gpus)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=HOME, env={**os.environ, **environ}, check=True
@@ -125,7 +125,7 @@ def _trial(machine: Machine) -> dict[str, Verdict]:
 def _verdict(machine: Machine, name: str) -> str:
     found = _trial(machine)
     if name not in found:
-        raise NotToBeHad("there is no GPU" if name == "memory" and not machine.on_gpu else "the run did not come to it")
+        raise NotMeasured("there is no GPU" if name == "memory" and not machine.on_gpu else "the trial ended before it")
     is_first = name == next((each for each, verdict in found.items() if not verdict.kept), None)
     logs = logs_of(*(machine.folder / "trial").iterdir()) if is_first else ""
     return hold(found[name].kept, found[name].text, logs)
@@ -133,13 +133,13 @@ def _verdict(machine: Machine, name: str) -> str:
 
 @finding(limit_s=60)
 def a_run_computes_what_the_cpu_does(machine: Machine) -> str:
-    """A run without faults is complete, and its matrix products are the CPU's (the time is that of both runs)."""
+    """A run without faults is complete, and its matrix products equal the CPU's (the time is that of both runs)."""
     return _verdict(machine, "computes")
 
 
 @finding()
 def a_batch_that_is_out_of_memory_is_halved(machine: Machine) -> str:
-    """A batch for which the GPU's memory is not enough is halved until it fits, and the shard notes that."""
+    """A batch that runs out of GPU memory is halved until it fits, and the shard records that."""
     return _verdict(machine, "oom")
 
 
@@ -157,13 +157,13 @@ def an_illegal_address_costs_its_item(machine: Machine) -> str:
 
 @finding()
 def a_worker_that_is_killed_is_started_again(machine: Machine) -> str:
-    """A worker that dies by SIGKILL while a kernel runs is started again, and loses nothing."""
+    """A worker that is killed (SIGKILL) while a kernel runs is restarted, and nothing is lost."""
     return _verdict(machine, "kill")
 
 
 @finding()
 def faults_change_no_byte(machine: Machine) -> str:
-    """The merged file after all these faults has the bytes of the run without, in all rows but the quarantined."""
+    """After all these faults, all rows of the merged file but the quarantined equal those of the run without faults."""
     return _verdict(machine, "bytes")
 
 
@@ -209,12 +209,12 @@ def two_runs_share_a_gpu(machine: Machine) -> str:
             found.append((merged.complete and not merged.errors, merged["product"][:].tobytes()))
     same = found[0] == found[1]
     n_whole = sum(whole for whole, _ in found)
-    return hold(same and n_whole == 2, f"{n_whole} of 2 are complete, with {'the same' if same else 'other'} bytes")
+    return hold(same and n_whole == 2, f"{n_whole} of 2 are complete, with {'the same' if same else 'different'} bytes")
 
 
 @finding()
 def telemetry_sees_a_known_load(machine: Machine) -> str:
-    """Of a load that never pauses telemetry has its utilisation (≥ 80 %), memory, power, and energy (± 25 %)."""
+    """Telemetry of a constant load shows its utilisation (≥ 80 %), memory, power, and energy (± 25 %)."""
     from slurmgpu.task.telemetry import Sampler
     from slurmgpu.util import gpus
 
@@ -246,7 +246,7 @@ HELD_BYTES = 2 << 30
 
 
 def _matrices(machine: Machine) -> functools.partial[None]:
-    """Work that keeps a GPU busy, of which HELD_BYTES are held."""
+    """Work that keeps a GPU busy and holds HELD_BYTES."""
     import torch
 
     held = torch.ones(HELD_BYTES, dtype=torch.uint8, device=machine.device)

@@ -1,4 +1,4 @@
-"""Embedding on a GPU: a run of short texts beside a loop by hand, with random weights of MiniLM's shape."""
+"""Embedding on a GPU: a run over short texts against a loop written by hand, with random weights of MiniLM's shape."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.findings import Machine, NotToBeHad, finding, hold, logs_of
+from tests.gpu.findings import Machine, NotMeasured, finding, hold, logs_of
 
 if TYPE_CHECKING:
     from slurmgpu.report.build import Report
 
 N_TEXTS, N_TOY = 50_000, 40
 COPIES = 6
-"""How often a run has the texts, so that it is long beside what NVML averages over: up to a second."""
+"""Copies of the texts in a run, so that it takes long against the second over which NVML averages."""
 SHORT, LONG, LONG_COPIES = (5, 30), (100, 200), 4
-"""The fewest and the most words of a text, and the copies of a shard of long ones.
+"""The fewest and the most words of a text, and the copies of the long ones.
 
-An H200 computes a short one in 12.6 µs, in which one Python does not read, tokenise, start and write another.
+An H200 computes a short text in 12.6 µs; in that time one Python process cannot read, tokenise, launch and write one.
 """
 FIRST_S, SAMPLE_S = 1.0, 0.1
-"""Samples of a run's first second are averages over what was before, too."""
+"""Samples in a run's first second also average over the time before it."""
 WORDS, TOY_WORDS = 20_000, 200
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 """all-MiniLM-L6-v2's."""
 TOY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 SHARD, TOY_SHARD = 16_384, 8
 BATCH, TOY_BATCH = 2_048, 8
-"""Texts of a call: Python starts a call's kernels in milliseconds, in which a large card computes a thousand texts."""
+"""Texts per call: launching a call's kernels takes Python milliseconds, enough for a large card to compute 1,000."""
 NEAR = 2e-3
-"""How far numbers of vectors of length 1 may be apart: those of a run are stored in 16 bits."""
+"""How far elements of vectors of length 1 may differ: a run stores them in 16 bits."""
 OF_BY_HAND = 1.0
 BUSY = 95.0
 ROUNDED_S = 0.002
-"""How far a record's times may be off."""
+"""How far the times in a record may be rounded."""
 N_SHARING = 3
-"""Tasks on one GPU: one of them, with a Python for all that a short text costs beside its kernels, left half of it."""
+"""Tasks on one GPU: a single task left half of it idle, as its Python also reads, tokenises, launches and writes."""
 
 
 def prepare(machine: Machine) -> None:
@@ -56,7 +56,7 @@ def _names(machine: Machine) -> list[str]:
 
 @functools.cache
 def _texts(machine: Machine, length: tuple[int, int]) -> list[str]:
-    """Texts of so many words, at least and at most."""
+    """Texts with a number of words between `length`'s two."""
     rng, names = random.Random(0), _names(machine)
     n_texts = machine.pick(N_TEXTS if length == SHORT else SHARD, N_TOY)
     return [" ".join(rng.choices(names, k=rng.randint(*length))) for _ in range(n_texts)]
@@ -64,7 +64,7 @@ def _texts(machine: Machine, length: tuple[int, int]) -> list[str]:
 
 @functools.cache
 def _input(machine: Machine, length: tuple[int, int], n_copies: int) -> Path:
-    """A file of some copies of the texts."""
+    """An input file with `n_copies` of the texts."""
     path = machine.folder / f"texts-{length[1]}-{n_copies}.jsonl"
     lines = "".join(json.dumps({"text": text}) + "\n" for text in _texts(machine, length))
     path.write_text(machine.pick(n_copies, 1) * lines, encoding="utf-8")
@@ -73,7 +73,7 @@ def _input(machine: Machine, length: tuple[int, int], n_copies: int) -> Path:
 
 @functools.cache
 def _model(machine: Machine) -> Path:
-    """The folder of a model of random weights, and of a tokenizer that knows the words of texts."""
+    """The folder of a model with random weights, and a tokenizer that knows the words of the texts."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -95,7 +95,7 @@ def _model(machine: Machine) -> Path:
 
 @dataclass(frozen=True)
 class ByHand:
-    """Seconds of a loop over the same texts: in all, and of each of its steps; and its vectors."""
+    """The vectors of a loop over the same texts, and its seconds: in all, tokenising and computing."""
 
     seconds: float
     tokenizing: float
@@ -105,7 +105,7 @@ class ByHand:
 
 @functools.cache
 def _by_hand(machine: Machine) -> ByHand:
-    """Sorted by length, in batches of the same size, mean pooling, to 16 bits: a step after the other."""
+    """A loop over texts sorted by length, in batches of the same size, with mean pooling, into 16 bits."""
     import numpy as np
     import torch
     from transformers import AutoModel, AutoTokenizer
@@ -138,16 +138,16 @@ def _by_hand(machine: Machine) -> ByHand:
 
 @functools.cache
 def _run(machine: Machine, n_tasks: int, length: tuple[int, int]) -> Report:
-    """The report of a run over the texts, some copies of them, by tasks that have the same GPU."""
+    """The report of a run over copies of the texts, with `n_tasks` tasks on the same GPU."""
     import slurmgpu
     from slurmgpu.report.build import last_report
     from slurmgpu.util.gpus import visible_ids
     from slurmgpu.util.process_wide import environment
 
-    # On a CPU in this process, which has imported what takes longest.
+    # On a CPU the run stays in this process, which has done the slow imports already.
     shared = {"executor": "local", "gpus": n_tasks, "array": True}
     slots = shared if machine.on_gpu else {"executor": "debug", "gpus": 0}
-    # Tasks do not begin at the same time.
+    # Several tasks start at different times, so they need more work to overlap.
     n_copies = LONG_COPIES if length == LONG else COPIES if n_tasks == 1 else 2 * COPIES
     keys = {
         "input": str(_input(machine, length, n_copies)),
@@ -169,9 +169,9 @@ def _run(machine: Machine, n_tasks: int, length: tuple[int, int]) -> Report:
 
 @dataclass(frozen=True)
 class Work:
-    """From when to when, in seconds since the epoch, all tasks had shards in hand, and how many texts they embedded.
+    """The time when all tasks had shards (`first` to `last`, seconds since the epoch), and the texts embedded then.
 
-    `spent` is of the first task.
+    `spent` says how the first task spent its time.
     """
 
     attempt: str
@@ -182,7 +182,7 @@ class Work:
 
     @property
     def rate(self) -> float:
-        """Texts a second, with all that a shard costs, and without the task's start and the merge."""
+        """Texts per second, including all costs of a shard, without the task's start and the merge."""
         return self.n_texts / max(self.last - self.first, ROUNDED_S)
 
 
@@ -192,7 +192,7 @@ def _work(machine: Machine, n_tasks: int = 1, length: tuple[int, int] = SHORT) -
     report = _run(machine, n_tasks, length)
     records = Run.open(Path(report["run_dir"])).attempts()
     shards = [(record["published"], record["attempt"]) for record in records if record["published"]]
-    hold(len(shards) == n_tasks or not machine.on_gpu, f"{len(shards)} of {n_tasks} tasks computed")
+    hold(len(shards) == n_tasks or not machine.on_gpu, f"{len(shards)} of {n_tasks} tasks published shards")
     first = max(min(started for _, started, *_ in published) for published, _ in shards)
     last = min(max(started + seconds for _, started, seconds, *_ in published) for published, _ in shards)
     size = machine.pick(SHARD, TOY_SHARD)
@@ -209,10 +209,10 @@ def _work(machine: Machine, n_tasks: int = 1, length: tuple[int, int] = SHORT) -
 
 @finding(limit_s=90)
 def a_run_has_the_vectors_of_a_loop(machine: Machine) -> str:
-    """The vectors of a run are those of a loop by hand, to 0.002 (the time is that of both)."""
+    """The vectors of a run equal those of a loop written by hand, to 0.002 (the time includes both)."""
     from slurmgpu.results import Merged
 
-    # Told on the way, for a part that is stopped: which of its steps took the time.
+    # Printed after each step, so that the log of a stopped part shows which step took the time.
     began = time.perf_counter()
     for step in (_model, _by_hand, _work):
         step(machine)
@@ -229,16 +229,16 @@ def a_run_has_the_vectors_of_a_loop(machine: Machine) -> str:
 
 @finding()
 def a_run_is_as_fast_as_a_loop(machine: Machine) -> str:
-    """A run embeds as many texts a second as the loop by hand, without its start and its merge."""
+    """A run, without its start and merge, embeds as many texts per second as the loop written by hand."""
     loop, work = _by_hand(machine), _work(machine)
     rate = len(loop.vectors) / loop.seconds
-    figures = f"{work.rate:,.0f} and {rate:,.0f} texts/s, {work.rate / rate:.2f} times; of the task's time {work.spent}"
+    figures = f"{work.rate:,.0f} and {rate:,.0f} texts/s, {work.rate / rate:.2f} times; the task spent {work.spent}"
     return hold(work.rate >= OF_BY_HAND * rate or not machine.on_gpu, figures)
 
 
 @finding(limit_s=90)
 def tasks_that_share_the_gpu_fill_it(machine: Machine) -> str:
-    """Three tasks on one GPU keep it busy for 95 %, and embed more texts a second than one."""
+    """Three tasks on one GPU keep it busy 95 % of the time, and embed more texts per second than one."""
     n_sharing = machine.pick(N_SHARING, 1)
     shared, alone = (_work(machine, n_tasks).rate for n_tasks in (n_sharing, 1))
     figures = f"{shared:,.0f} and {alone:,.0f} texts/s, {shared / alone:.2f} times"
@@ -250,7 +250,7 @@ def tasks_that_share_the_gpu_fill_it(machine: Machine) -> str:
 
 @finding(limit_s=90)
 def the_gpu_is_busy(machine: Machine) -> str:
-    """With texts of 100 to 200 words one task keeps the GPU busy for 95 %, from the first claim to the last row."""
+    """With texts of 100 to 200 words, one task keeps the GPU busy 95 % of the time, from first claim to last row."""
     rate = _work(machine, length=LONG).rate
     figures = f"{rate:,.0f} texts/s"
     if not machine.on_gpu:
@@ -260,7 +260,7 @@ def the_gpu_is_busy(machine: Machine) -> str:
 
 
 def _busy(machine: Machine, n_tasks: int = 1, length: tuple[int, int] = SHORT) -> tuple[float, str]:
-    """The mean utilisation while all tasks have shards in hand, and the same in words."""
+    """The mean utilisation in percent while all tasks have shards, and a text that says so."""
     from slurmgpu.run.telemetry_log import some_samples, telemetry_path
 
     work, run_dir = _work(machine, n_tasks, length), Path(_run(machine, n_tasks, length)["run_dir"])
@@ -268,23 +268,23 @@ def _busy(machine: Machine, n_tasks: int = 1, length: tuple[int, int] = SHORT) -
     first = work.first + FIRST_S
     busy = [each.utilisation for each in samples if first <= each.time <= work.last and each.utilisation is not None]
     if not busy:
-        raise NotToBeHad("telemetry has no utilisation: nvidia-ml-py is missing, or the run was too short")
+        raise NotMeasured("telemetry has no utilisation: nvidia-ml-py is missing, or the run was too short")
     mean = sum(busy) / len(busy)
     return mean, f"{mean:.1f} % in {len(busy)} samples of {work.last - first:.1f} s"
 
 
 @finding()
 def reading_tokenising_computing_and_writing_overlap(machine: Machine) -> str:
-    """A text takes a run 5 % less than tokenising and then computing by hand, although it also reads and writes."""
+    """A run takes 5 % less time per text than tokenising, then computing by hand, although it also reads and writes."""
     loop, took = _by_hand(machine), 1e6 / _work(machine).rate
     tokenizing, computing = (1e6 * seconds / len(loop.vectors) for seconds in (loop.tokenizing, loop.computing))
-    figures = f"{took:.1f} µs a text; by hand {tokenizing:.1f} of tokenising and {computing:.1f} of computing"
+    figures = f"{took:.1f} µs per text; by hand {tokenizing:.1f} tokenising and {computing:.1f} computing"
     figures += f"; {_preparing(machine)}"
     return hold(took < 0.95 * (tokenizing + computing) or not machine.on_gpu, figures)
 
 
 def _preparing(machine: Machine) -> str:
-    """What a call's preparation takes alone: where the GPU is not busy, it waits for one of these."""
+    """The time of each step before a call's kernels run; an idle GPU waits for one of these."""
     from slurmgpu.workload import TaskContext
     from slurmgpu.workloads.embed.workload import Embed
 
@@ -296,15 +296,13 @@ def _preparing(machine: Machine) -> str:
     workload._tokens.of(batches[0])
     wall, own = time.perf_counter(), time.thread_time()
     tokens = [workload._tokens.of(batch) for batch in batches]
-    seconds = {"tokenising": time.perf_counter() - wall, "of them in Python": time.thread_time() - own}
+    seconds = {"tokenising": time.perf_counter() - wall, "of which in Python": time.thread_time() - own}
     if machine.on_gpu:
         workload._begun(tokens[0])()
         wall = time.perf_counter()
         begun = [workload._begun(batch) for batch in tokens]
-        seconds["starting kernels"] = time.perf_counter() - wall
+        seconds["launching kernels"] = time.perf_counter() - wall
         for wait in begun:
             wait()
     each = 1e6 / sum(map(len, batches))
-    return f"a run's own on {os.cpu_count()} cores: " + ", ".join(
-        f"{s * each:.1f} {name}" for name, s in seconds.items()
-    )
+    return f"a run's on {os.cpu_count()} cores: " + ", ".join(f"{s * each:.1f} {name}" for name, s in seconds.items())

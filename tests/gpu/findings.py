@@ -1,4 +1,4 @@
-"""What a finding is: a function that returns figures, or raises `NotHeld` or `NotToBeHad`."""
+"""A finding: a function that returns figures, or raises `NotHeld` or `NotMeasured`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-HELD, NOT_HELD, NOT_TO_BE_HAD = "held", "did not hold", "not to be had"
+HELD, NOT_HELD, NOT_MEASURED = "held", "did not hold", "not measured"
 
 LOG_LINES = 60
 
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 
 class NotHeld(Exception):  # noqa: N818 - a result of a measurement
-    """What must hold does not; the message has the figures, `details` are printed below it."""
+    """The claim does not hold; the message has the figures, `details` are printed below it."""
 
     def __init__(self, figures: str, details: str = "") -> None:
         super().__init__(figures)
         self.details = details
 
 
-class NotToBeHad(Exception):  # noqa: N818 - a result of a measurement
-    """What is needed is not here; the message says what."""
+class NotMeasured(Exception):  # noqa: N818 - a result of a measurement
+    """The finding cannot be measured here; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a part computes: `device` in PyTorch, and how many GPUs there are. `folder` is its own, and empty."""
+    """Where a part computes: PyTorch's `device`, the number of GPUs, and a `folder` of its own, which starts empty."""
 
     device: str
     n_gpus: int
@@ -46,14 +46,14 @@ class Machine:
         return gpu if self.on_gpu else cpu
 
     def needs_gpu(self) -> None:
-        """Raise NotToBeHad without a GPU."""
+        """Raise NotMeasured without a GPU."""
         if not self.on_gpu:
-            raise NotToBeHad("there is no GPU")
+            raise NotMeasured("there is no GPU")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A function with the seconds that it may take; `claim`, the first line of its docstring, is what must hold."""
+    """A function and the seconds that it may take; `claim` is the first line of its docstring."""
 
     function: Callable[[Machine], str]
     limit_s: float
@@ -70,7 +70,7 @@ class Finding:
 
 
 def finding(limit_s: float = 30.0) -> Callable[[Callable[[Machine], str]], Finding]:
-    """Make a function a finding of its module; findings run in the order of the module."""
+    """Decorator: make a function a finding; findings run in the order of their module."""
     return lambda function: Finding(function, limit_s)
 
 
@@ -96,7 +96,7 @@ def logs_of(*runs: Path) -> str:
 
 
 def seconds_of(work: Callable[[], object], device: str) -> float:
-    """Wall seconds of `work`, with all that it started on the GPU."""
+    """Wall seconds of `work`, including the kernels that it launched."""
     import torch
 
     def wait() -> None:
@@ -111,6 +111,6 @@ def seconds_of(work: Callable[[], object], device: str) -> float:
 
 
 def best_of(n_rounds: int, work: Callable[[], object], device: str) -> float:
-    """The least seconds of several rounds, after one that does not count."""
+    """The fewest seconds of several rounds, after a warm-up round."""
     work()
     return min(seconds_of(work, device) for _ in range(n_rounds))

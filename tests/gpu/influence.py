@@ -1,4 +1,4 @@
-"""Influences on a GPU: equal to the CPU's in fp64, in the time that matrix products need, within their memory."""
+"""Influences on a GPU: equal to the CPU's in fp64, near the speed of matrix products, within their memory limit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from slurmgpu.influence.influences import Influences
 
 LIMITS = {"tf32": 5e-3, "bf16": 2e-2, "fp16": 2e-3}
-"""The largest relative error of a test's influences, by precision."""
+"""The largest relative error allowed for a test's influences, by precision."""
 TOP_10 = 0.9
-"""The least share of the ten strongest that stays so."""
+"""The least share of the ten strongest influences that must remain among the ten strongest."""
 CLOSE, FAR = 1e-5, 2e-2
-"""Of fp32: 99 % of the columns are closer than the first, all than the second: a ReLU may flip its sign."""
+"""In fp32, 99 % of the columns must be within the first, all within the second: rounding may flip a ReLU."""
 SHARE = 0.3
-"""The least share of the measured peak of fp32 products."""
+"""The least share of the measured fp32 peak."""
 SECONDS = {100: 2.0, 1_000: 20.0}
 SMALL = (150, 12, 900, 40)
 TOY = (40, 3, 60, 4)
@@ -33,7 +33,7 @@ def prepare(_: Machine) -> None:
 
 
 def _graph(sizes: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-    """Training and test triples (n, 3) of so many entities, relations and triples, as skewed as FB15k-237's."""
+    """Training and test triples (n, 3) of a random graph as skewed as FB15k-237's."""
     import numpy as np
     import torch
 
@@ -71,7 +71,7 @@ def _influences(
 
 
 def _equal(machine: Machine, precision: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """The influences of the CPU in fp64, and of the machine in this precision, both (n_tests, n_train) in fp64."""
+    """The CPU's influences in fp64, and the machine's in this precision, both (n_tests, n_train) in fp64."""
     import torch
 
     sizes = machine.pick(SMALL, TOY)
@@ -86,13 +86,13 @@ def _equal(machine: Machine, precision: str, **options: Any) -> tuple[Tensor, Te
 
 @finding(limit_s=20)
 def fp32_is_the_cpus_fp64(machine: Machine) -> str:
-    """In fp32, 99 % of the training triples' influences are the CPU's fp64 ones to 1e-5, and all to 2e-2."""
+    """In fp32, 99 % of the training triples have the CPU's fp64 influences to 1e-5, and all to 2e-2."""
     return _close(*_equal(machine, "fp32"))
 
 
 @finding(limit_s=20)
 def normalised_ones_in_fp32_are_the_cpus_fp64(machine: Machine) -> str:
-    """The same of influences that are normalised to cosines, and all of them are 1 at most."""
+    """In fp32, as cosines, 99 % of the training triples have the CPU's values to 1e-5, all to 2e-2; none exceeds 1."""
     exact, found = _equal(machine, "fp32", normalize="cosine")
     largest = float(found.abs().max())
     return hold(largest <= 1 + CLOSE, f"{_close(exact, found)}; at most {largest:.6f}")
@@ -111,25 +111,25 @@ def _reduced(machine: Machine, precision: str) -> str:
     exact, found = _equal(machine, precision)
     error, same = errors(exact, found)
     figures = f"relative error of a test {float(error.median()):.1e}, at most {float(error.max()):.1e}; "
-    figures += f"{float(same.mean()):.3f} of the ten strongest stay so"
+    figures += f"{float(same.mean()):.3f} of the ten strongest stay among the ten"
     return hold(float(error.max()) < LIMITS[precision] and float(same.mean()) >= TOP_10, figures)
 
 
 @finding(limit_s=20)
 def tf32_is_within_its_bound(machine: Machine) -> str:
-    """In tf32, a test's influences are the CPU's fp64 ones to 5e-3."""
+    """In tf32, a test's influences equal the CPU's in fp64 to 5e-3."""
     return _reduced(machine, "tf32")
 
 
 @finding(limit_s=20)
 def bf16_is_within_its_bound(machine: Machine) -> str:
-    """In bf16, a test's influences are the CPU's fp64 ones to 2e-2."""
+    """In bf16, a test's influences equal the CPU's in fp64 to 2e-2."""
     return _reduced(machine, "bf16")
 
 
 @finding(limit_s=20)
 def fp16_is_within_its_bound(machine: Machine) -> str:
-    """In fp16, a test's influences are the CPU's fp64 ones to 2e-3."""
+    """In fp16, a test's influences equal the CPU's in fp64 to 2e-3."""
     return _reduced(machine, "fp16")
 
 
@@ -161,13 +161,13 @@ def _large(machine: Machine, n_tests: int, n_train: int, precision: str = "fp32"
         return figures
     used = torch.cuda.max_memory_allocated(machine.device) - before
     allowed = bound + 3 * 4 * 10_368 * 200
-    figures += f"; {used / 1e6:,.0f} MB beside the model, bound {allowed / 1e6:,.0f}"
+    figures += f"; {used / 1e6:,.0f} MB besides the model, allowed {allowed / 1e6:,.0f}"
     fast = precision != "fp32" or n_tests < 1_000 or bool(options) or rate >= SHARE * peak
     return hold(seconds <= SECONDS[n_tests] and used <= allowed and fast, figures)
 
 
 def _matrix_peak(machine: Machine, precision: str) -> float:
-    """Operations a second of a large product in fp32, or in tf32."""
+    """FLOP/s of a large matrix product in fp32, or in tf32."""
     import torch
 
     from slurmgpu.influence.precision import matmul_precision
@@ -180,23 +180,23 @@ def _matrix_peak(machine: Machine, precision: str) -> float:
 
 @finding(limit_s=20)
 def a_hundred_tests_on_a_part_of_fb15k237(machine: Machine) -> str:
-    """100 tests on 32,000 triples take at most 2 s in fp32, and no more memory than their bound."""
+    """100 tests on 32,000 triples take at most 2 s in fp32, and no more memory than the setting allows."""
     return _large(machine, 100, 32_000)
 
 
 @finding(limit_s=20)
 def a_thousand_tests_on_fb15k237(machine: Machine) -> str:
-    """1,000 tests on 272,115 triples take at most 20 s in fp32, at 30 % of the products' peak, within their bound."""
+    """1,000 tests on 272,115 triples in fp32 take at most 20 s, at 30 % of the measured peak, in the memory allowed."""
     return _large(machine, 1_000, 272_115)
 
 
 @finding(limit_s=20)
 def a_thousand_tests_on_fb15k237_in_tf32(machine: Machine) -> str:
-    """The same in tf32, at most 20 s."""
+    """1,000 tests on 272,115 triples in tf32 take at most 20 s."""
     return _large(machine, 1_000, 272_115, "tf32")
 
 
 @finding(limit_s=20)
 def a_thousand_normalised_tests_on_fb15k237(machine: Machine) -> str:
-    """The same in fp32, normalised to cosines, at most 20 s, within their bound."""
+    """1,000 tests on 272,115 triples in fp32, as cosines, take at most 20 s, in the memory allowed."""
     return _large(machine, 1_000, 272_115, normalize="cosine")

@@ -18,7 +18,7 @@ import numpy as np
 
 from slurmgpu.util.broken_process import is_broken_cuda
 from slurmgpu.util.exceptions import described
-from tests.gpu.findings import Machine, NotHeld, NotToBeHad, best_of, finding, hold, logs_of, seconds_of
+from tests.gpu.findings import Machine, NotHeld, NotMeasured, best_of, finding, hold, logs_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,30 +35,30 @@ SHAPE_SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layer
 SHAPE_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 SHAPE_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 SHAPE_COMPILED = {**SHAPE_1B, "num_hidden_layers": 2}
-"""To compile the steps of 16 layers takes a fast host more than a minute, and shows no more."""
+"""Compiling the steps of 16 layers takes a fast host more than a minute, and would show no more than 2 layers."""
 TOY = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 N_WORDS, N_TOY_WORDS = 128_256, 512
 N_COMPILED = 32_000
-"""The vocabulary beside SHAPE_COMPILED: two layers are a small part of a step with a head for a larger one."""
+"""The vocabulary with SHAPE_COMPILED; with a larger one, the head would dwarf the two layers."""
 N_LARGE, N_TOY_LARGE = 200_000, 2_000
 """The vocabulary of the sampler's finding."""
 BLOCK_BYTES = 256 << 20
 WEIGHTS_OFF, VARIANT_OFF = 0.02, 0.1
-"""How far weights on the card may be from those that placement foretells, as a share: plain, and quantised."""
+"""By what share weights on the card may differ from what placement predicts: plain, and quantised."""
 OF_PLAIN = 1.5
-"""How many times further from fp32 the engine's numbers in bf16 may be than those of the model alone in bf16."""
+"""How many times as far from fp32 the engine's results in bf16 may be as the model's own in bf16."""
 ONE_BY_ONE, BY_HAND = 10.0, 1.2
-"""How many times faster the engine must be than `model.generate`, prompt by prompt, and in its best sorted batches."""
+"""How many times as fast the engine must be as `model.generate`: prompt by prompt, and in its best sorted batches."""
 GRAPHS_GAIN = 1.3
-"""How many times faster static batches by CUDA graphs must be than eager ones, from prompts to answers."""
+"""How many times as fast static batches with CUDA graphs must be as eager ones, from prompts to answers."""
 SAMPLER_SHARE = 0.1
-"""The most that sampling may take of a decoding step of 64 rows."""
+"""The largest share of a decoding step of 64 rows that sampling may take."""
 SMALL_GPU_BYTES = 20e9
-"""On a card with less, the model has 0.4 billion parameters in place of 1.5."""
+"""On a card with less memory, the model has 0.4 billion parameters instead of 1.5."""
 SET_UP_S = 60.0
-"""The seconds for what findings share, if this one comes first: the model, its engines, and the check of its graphs."""
+"""The seconds to set up what findings share: the model, its engines, and the check of its graphs."""
 LARGE_GPU_BYTES = 30e9
-"""What the finding with 8 billion parameters needs."""
+"""The memory that the finding with 8 billion parameters needs."""
 
 
 def prepare(_: Machine) -> None:
@@ -70,7 +70,7 @@ def prepare(_: Machine) -> None:
 
 
 def _make_config(folder: Path, shape: dict[str, int], n_words: int) -> LlamaConfig:
-    """The configuration of a Llama in bf16 which knows no end; the folder gets a tokenizer whose tokens are words."""
+    """The configuration of a Llama in bf16 without an end token; writes a tokenizer whose tokens are words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -114,7 +114,7 @@ def _make_model(folder: Path, device: str, shape: dict[str, int], n_words: int, 
 
 
 def _make_hollow_model(folder: Path, device: str, shape: dict[str, int], n_words: int) -> Path:
-    """The same with layers of zeros: its file has holes for them, and is there sooner than 16 GB are written.
+    """The same with layers of zeros, which are holes in the file: that is faster than writing 16 GB.
 
     See https://huggingface.co/docs/safetensors#format.
     """
@@ -178,7 +178,7 @@ def _engine_of(machine: Machine, model: Path, **settings: Any) -> TransformersEn
 
 
 def _texts(machine: Machine, rng: np.random.Generator, lengths: Sequence[int]) -> list[str]:
-    """Texts of so many tokens."""
+    """Random texts with these numbers of tokens."""
     n_words = machine.pick(N_WORDS, N_TOY_WORDS)
     return [" ".join(f"w{i}" for i in rng.integers(1, n_words, length)) for length in lengths]
 
@@ -191,7 +191,7 @@ def _requests(texts: Sequence[str], lengths: Sequence[int], **sampling: Any) -> 
 
 
 def _some(machine: Machine, *, shared: bool = False, n_tokens: int = 32, **sampling: Any) -> list[Request]:
-    """Requests of different length, or with a long common beginning."""
+    """Requests of different lengths; `shared` gives them a common beginning of 320 tokens."""
     rng, n = np.random.default_rng(1), machine.pick(24, 4)
     lengths = rng.integers(20, machine.pick(300, 40), n).tolist()
     texts = _texts(machine, rng, lengths)
@@ -208,7 +208,7 @@ def _free(machine: Machine) -> int:
 
 
 def _allocated(machine: Machine) -> int:
-    """What PyTorch holds of the card; 0 without one."""
+    """The bytes that PyTorch has allocated on the card; 0 without one."""
     import torch
 
     return torch.cuda.memory_allocated(machine.device) if machine.on_gpu else 0
@@ -228,7 +228,7 @@ def _forget(machine: Machine) -> None:
 
 @finding()
 def the_usable_share_can_be_allocated(machine: Machine) -> str:
-    """Of an empty card weights and cache can fill what placement counts with: 92 % less 1.5 GB."""
+    """On an empty card, weights and cache can fill what placement assumes is usable: 92 % less 1.5 GB."""
     import torch
 
     from slurmgpu.llm.placement.needs import usable
@@ -242,13 +242,13 @@ def the_usable_share_can_be_allocated(machine: Machine) -> str:
         filled = len(held) * BLOCK_BYTES
     held.clear()
     torch.cuda.empty_cache()
-    figures = f"{filled / 1e9:.1f} of {total / 1e9:.1f} GB ({filled / total:.1%}), and placement counts with "
+    figures = f"{filled / 1e9:.1f} of {total / 1e9:.1f} GB ({filled / total:.1%}), placement assumes "
     figures += f"{usable(total) / 1e9:.1f}"
     return hold(filled >= usable(total), figures)
 
 
 def _foretold(machine: Machine, folder: Path) -> str:
-    """The weights and the planned batch of a model: foretold, and used."""
+    """The memory of a model's weights and planned batch: predicted, and used."""
     import torch
 
     from slurmgpu.llm.placement.needs import look_at, usable
@@ -259,7 +259,7 @@ def _foretold(machine: Machine, folder: Path) -> str:
     options = _options(folder, batching="static", batch_tokens=machine.pick(model.batch_tokens, 1024))
     engine = TransformersEngine(options, _place(machine))
     weights = sum(each.numel() * each.element_size() for each in engine._loaded.model.parameters())
-    figures = f"weights {weights / 1e9:.3f} GB, foretold {model.memory.weights / 1e9:.3f}"
+    figures = f"weights {weights / 1e9:.3f} GB, predicted {model.memory.weights / 1e9:.3f}"
     good = abs(weights / model.memory.weights - 1) <= WEIGHTS_OFF
     answer, n_rows = machine.pick(48, 4), machine.pick(8, 2)
     prompt = machine.pick(model.batch_tokens // n_rows - answer, 40)
@@ -270,8 +270,8 @@ def _foretold(machine: Machine, folder: Path) -> str:
         used = before - _free(machine)
         total = torch.cuda.get_device_properties(machine.device).total_memory
         over, room = used - model.memory.weights - model.memory.cache, total - usable(total)
-        figures += f"; {used / 1e9:.2f} GB with a batch of {n_rows} x {prompt + answer} tokens, foretold "
-        figures += f"{(model.memory.weights + model.memory.cache) / 1e9:.2f}, {over / 1e9:.2f} more; room for that "
+        figures += f"; {used / 1e9:.2f} GB with a batch of {n_rows} x {prompt + answer} tokens, predicted "
+        figures += f"{(model.memory.weights + model.memory.cache) / 1e9:.2f}, {over / 1e9:.2f} more; reserved for that "
         figures += f"{room / 1e9:.2f}"
         good &= over <= room
     engine.close()
@@ -280,7 +280,7 @@ def _foretold(machine: Machine, folder: Path) -> str:
 
 @finding(limit_s=SET_UP_S)
 def placement_foretells_the_memory_of_a_small_model(machine: Machine) -> str:
-    """The weights of a small model are as large as foretold, and the planned batch needs what placement keeps."""
+    """The weights of a small model have the predicted size, and the planned batch fits what placement reserves."""
     return _foretold(machine, _model(machine))
 
 
@@ -289,7 +289,7 @@ def placement_foretells_the_memory_of_a_small_model(machine: Machine) -> str:
 
 @functools.cache
 def _by_graphs(machine: Machine, precision: str) -> tuple[StaticBatches, DecodingChoice]:
-    """Static batches by CUDA graphs, which are checked; see `_check`."""
+    """Static batches with CUDA graphs, which `_check` has checked."""
     from slurmgpu.llm.interface.batching import Budget
     from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
     from slurmgpu.llm.transformers_engine.static import StaticBatches
@@ -303,7 +303,7 @@ def _by_graphs(machine: Machine, precision: str) -> tuple[StaticBatches, Decodin
 
 
 def _check(machine: Machine, choice: DecodingChoice) -> Verdict:
-    """The verdict of the self-check of CUDA graphs; without a GPU, of the same work called again and again."""
+    """The verdict of the self-check of CUDA graphs; without a GPU, the check calls the same work eagerly."""
     from tests.support.eager_runner import EagerRunner
 
     if machine.on_gpu:
@@ -311,27 +311,27 @@ def _check(machine: Machine, choice: DecodingChoice) -> Verdict:
     else:
         choice.use(lambda _: EagerRunner(), "eager")
     if choice.verdict is None:
-        raise NotHeld("they were not tried; the log has the reason")
+        raise NotHeld("CUDA graphs were not tried; the log has the reason")
     return choice.verdict
 
 
 def _eager(machine: Machine, precision: str) -> TransformersEngine:
-    """The engine whose static batches, asked for directly, are computed eagerly."""
+    """The engine whose static batches, when called directly, run eagerly."""
     batching = "static" if precision == "fp32" else machine.pick("continuous", "static")
     return _engine(machine, precision=precision, batching=batching)
 
 
 def _answers(machine: Machine, precision: str, requests: Sequence[Request]) -> list[Finished]:
-    """The answers by CUDA graphs; NotHeld if they were given up."""
+    """The answers with CUDA graphs; NotHeld if the engine gave graphs up."""
     batches, choice = _by_graphs(machine, precision)
     found = list(batches.generate(_encoded(_eager(machine, precision), requests)))
-    hold(choice.uses_slots, "they were given up; the log has the reason")
+    hold(choice.uses_slots, "the engine gave CUDA graphs up; the log has the reason")
     return found
 
 
 @finding(limit_s=SET_UP_S + 15)
 def cuda_graphs_pass_their_self_check(machine: Machine) -> str:
-    """The self-check finds steps by CUDA graphs right and faster, in bf16 and fp32, for 1, 32 and 4 long rows."""
+    """The self-check finds steps with CUDA graphs correct and faster, in bf16 and fp32, for 1, 32 and 4 long rows."""
     figures, good = [], True
     for precision in ("bf16", "fp32"):
         verdict = _by_graphs(machine, precision)[1].verdict
@@ -343,10 +343,10 @@ def cuda_graphs_pass_their_self_check(machine: Machine) -> str:
 
 @finding(limit_s=SET_UP_S)
 def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
-    """At a vocabulary of 200,000, sampling takes at most 10 % of a decoding step by a graph, and the CPU's tokens.
+    """With a vocabulary of 200,000, sampling takes at most 10 % of a step in a CUDA graph, and draws the CPU's tokens.
 
-    That is the sampling of static batches, behind the step. In continuous batches it is part of the step's graph, which
-    is measured and not held to that.
+    This is the sampling of static batches, after the step. In continuous batches it is part of the step's graph: its
+    time is reported, without a limit.
     """
     import torch
 
@@ -385,19 +385,19 @@ def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     with _warnings(drawing.__name__) as said:
         drawing._kernels.clear()
         by_kernels = drawing._kernels_of(there.device) is not None
-    figures.append(f"by {'two kernels' if by_kernels else '; '.join(['operations of PyTorch', *said])}")
+    figures.append(f"with {'two kernels' if by_kernels else '; '.join(['operations of PyTorch', *said])}")
     verdict = _by_graphs(machine, "bf16")[1].verdict
     assert verdict is not None  # else _by_graphs raises
     if verdict.trials:
         most = max(verdict.trials, key=lambda trial: trial.n_rows)
         step = most.slots_s
-        figures.append(f"by a graph, of {most.n_rows} rows, {step * 1e3:.2f} ms")
-    # A rounding at the edge of what top_p keeps, or of two scores that nearly tie, may change a token.
+        figures.append(f"in a graph, with {most.n_rows} rows, {step * 1e3:.2f} ms")
+    # Rounding may change one token: at the edge of what top_p keeps, or where two scores nearly tie.
     return hold(n_off <= 1 and (seconds <= SAMPLER_SHARE * step or not machine.on_gpu), "; ".join(figures))
 
 
 def _replayed(machine: Machine, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-    """The work as a CUDA graph, and what it sets; without a GPU the work itself, and a result."""
+    """A function that replays the work as a CUDA graph, and its output; without a GPU, the work and a result."""
     import torch
 
     if not machine.on_gpu:
@@ -414,7 +414,7 @@ def _replayed(machine: Machine, work: Callable[[], torch.Tensor]) -> tuple[Calla
     return graph.replay, found
 
 
-# The same answers on every way
+# The same answers by every route
 
 
 def _encoded(engine: TransformersEngine, requests: Sequence[Request]) -> list[Encoded]:
@@ -423,7 +423,7 @@ def _encoded(engine: TransformersEngine, requests: Sequence[Request]) -> list[En
 
 @contextlib.contextmanager
 def _warnings(logger: str) -> Iterator[list[str]]:
-    """The warnings of a logger meanwhile."""
+    """The warnings that a logger emits inside the context."""
     said: list[str] = []
     listener = logging.Handler(logging.WARNING)
     listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -436,9 +436,9 @@ def _warnings(logger: str) -> Iterator[list[str]]:
 
 
 def _by_continuous(engine: TransformersEngine, encoded: Sequence[Encoded]) -> list[Finished]:
-    """The answers of continuous batching; NotHeld, with the reason, where it was given up."""
+    """The answers of continuous batching; NotHeld, with the reason, if the engine gave it up."""
     if engine._continuous is None:
-        raise NotToBeHad("continuous batching is impossible for this model here")
+        raise NotMeasured("this model cannot use continuous batching here")
     with _warnings("slurmgpu.llm.transformers_engine.continuous") as said:
         found = list(engine._continuous.generate(encoded))
     hold(not engine._continuous.given_up, "; ".join(said))
@@ -450,9 +450,9 @@ def _within(
     way: Callable[[TransformersEngine, Sequence[Encoded]], list[Finished]],
     **how: Any,
 ) -> str:
-    """Compare bf16 greedy answers of a way with those in fp32, by fp32's scores.
+    """Compare the greedy answers of `way` in bf16 with those in fp32, by fp32's scores.
 
-    Tokens may miss the best score by the product's own tolerance, or by what the model alone misses in bf16.
+    Tokens may miss the best score by the engine's own tolerance, or by OF_PLAIN times the model's own miss in bf16.
     """
     from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE
 
@@ -467,17 +467,17 @@ def _within(
     if errors := [each.error for each in found if each.error]:
         raise NotHeld(f"{len(errors)} errors: {errors[0]}")
     if sorted(each.encoded.request.id for each in found) != sorted(wanted):
-        raise NotHeld("some request was not answered exactly once")
+        raise NotHeld("not every request was answered exactly once")
     same = sum(wanted[each.encoded.request.id] == each.tokens for each in found)
     missed = max(_miss(reference, each, each.tokens) for each in found)
     alone = max(_miss(reference, each, _logits(engine, each).argmax(-1).tolist()) for each in expected)
     figures = f"{same} of {len(found)} answers are equal; tokens miss fp32's best score by {missed:.3f} of the range, "
-    figures += f"those of the model alone in bf16 by {alone:.3f}"
+    figures += f"the model's own in bf16 by {alone:.3f}"
     return hold(missed <= max(TOLERANCE["bf16"], OF_PLAIN * alone), figures)
 
 
 def _logits(engine: TransformersEngine, answer: Finished) -> torch.Tensor:
-    """The scores (place, token) of the model alone for each token of an answer, behind the answer's tokens before."""
+    """The model's own logits (position, vocabulary) for each token of an answer, given the tokens before it."""
     import torch
 
     model = engine._loaded.model
@@ -488,7 +488,7 @@ def _logits(engine: TransformersEngine, answer: Finished) -> torch.Tensor:
 
 
 def _miss(reference: TransformersEngine, answer: Finished, tokens: Sequence[int]) -> float:
-    """How far these tokens, at the places of an answer, are below the best scores, as a share of the scores' range."""
+    """How far these tokens of an answer are below the best score, at most, as a share of the scores' range."""
     import torch
 
     scores = _logits(reference, answer)
@@ -503,26 +503,26 @@ def _static(engine: TransformersEngine, encoded: Sequence[Encoded]) -> list[Fini
 
 @finding(limit_s=SET_UP_S)
 def static_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
-    """Greedy tokens of static batches in bf16 are as good by fp32's scores as those of the model alone in bf16."""
+    """By fp32's scores, greedy tokens of static batches in bf16 are as good as the model's own in bf16."""
     return _within(machine, _static)
 
 
 @finding(limit_s=SET_UP_S)
 def a_shared_prefix_in_bf16_answers_as_fp32(machine: Machine) -> str:
-    """The same where all prompts share their first 320 tokens, which are computed once."""
+    """So are greedy tokens in bf16 of prompts that share their first 320 tokens, which are computed once."""
     return _within(machine, _static, shared=True)
 
 
 @finding(limit_s=SET_UP_S)
 def continuous_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
-    """The same by continuous batching."""
+    """So are greedy tokens of continuous batching in bf16."""
     machine.needs_gpu()
     return _within(machine, _by_continuous)
 
 
 @finding(limit_s=SET_UP_S)
 def scores_are_those_of_the_model_alone(machine: Machine) -> str:
-    """Log-probabilities of four labels are the model's alone: in fp32 to 0.001, in bf16 as near to fp32 as its own."""
+    """Log-probabilities of four labels equal the model's own: in fp32 to 0.001, in bf16 as close to fp32 as its own."""
     import torch
 
     from slurmgpu.llm.interface.engine import Question
@@ -545,7 +545,7 @@ def scores_are_those_of_the_model_alone(machine: Machine) -> str:
     off = {name: float(abs(ours[name] - ours["fp32"]).max()) for name in ours}
     off |= {f"{name} alone": float(abs(alone[name] - ours["fp32"]).max()) for name in alone}
     same = float((ours["bf16"].argmax(1) == ours["fp32"].argmax(1)).mean())
-    figures = f"fp32 is off by {off['fp32 alone']:.1e}, bf16 by {off['bf16']:.3f}, the model alone in bf16 by "
+    figures = f"fp32 is off by {off['fp32 alone']:.1e}, bf16 by {off['bf16']:.3f}, the model's own bf16 by "
     figures += f"{off['bf16 alone']:.3f}; {same:.2f} of the best labels are the same"
     good = off["fp32 alone"] <= 1e-3 and off["bf16"] <= max(0.1, OF_PLAIN * off["bf16 alone"])
     return hold(good, figures)
@@ -553,12 +553,12 @@ def scores_are_those_of_the_model_alone(machine: Machine) -> str:
 
 @finding(limit_s=SET_UP_S + 15)
 def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
-    """Samples in fp32 are the same in small and in large batches; the docs say that in bf16 some are not."""
+    """Samples in fp32 are the same in small and large batches; in bf16 some differ, as the docs say."""
     from slurmgpu.llm.interface.batching import Budget
     from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
     from slurmgpu.llm.transformers_engine.static import StaticBatches
 
-    # Small batches have a row or two, and take as many steps as there are tokens.
+    # Small batches have one or two rows, so they take many steps.
     requests, shares = _some(machine, n_tokens=16, temperature=1.0, top_p=0.9)[:8], {}
     for precision in ("fp32", "bf16"):
         batching = machine.pick("continuous", "static") if precision == "bf16" else "static"
@@ -577,7 +577,7 @@ def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
 
 @finding(limit_s=SET_UP_S + 15)
 def cuda_graphs_in_fp32_give_eager_tokens(machine: Machine) -> str:
-    """Greedy and sampled tokens in fp32 are those of eager steps, in batches whose rows come and go."""
+    """With CUDA graphs, greedy and sampled tokens in fp32 are those of eager steps, also as rows join and leave."""
     engine, shares = _eager(machine, "fp32"), []
     for temperature in (0.0, 1.0):
         requests = _some(machine, temperature=temperature, top_p=0.9)
@@ -590,7 +590,7 @@ def cuda_graphs_in_fp32_give_eager_tokens(machine: Machine) -> str:
 
 @finding(limit_s=SET_UP_S + 15)
 def cuda_graphs_in_bf16_answer_as_fp32(machine: Machine) -> str:
-    """Greedy tokens by CUDA graphs in bf16 are as good by fp32's scores as those of the model alone in bf16."""
+    """By fp32's scores, greedy tokens with CUDA graphs in bf16 are as good as the model's own in bf16."""
     said = _within(machine, lambda engine, encoded: _answers(machine, "bf16", [each.request for each in encoded]))
     _by_graphs(machine, "bf16")[1].release()
     return said
@@ -598,7 +598,7 @@ def cuda_graphs_in_bf16_answer_as_fp32(machine: Machine) -> str:
 
 @finding(limit_s=SET_UP_S + 15)
 def cuda_graphs_are_faster_and_hold_what_placement_keeps(machine: Machine) -> str:
-    """Static batches by CUDA graphs are 1.3 times as fast, their graphs hold 0.5 GB at most, and both are freed."""
+    """CUDA graphs make static batches 1.3 times as fast and hold 0.5 GB at most; graphs and cache are freed."""
     from slurmgpu.llm.placement.needs import GRAPHS_BYTES, look_at
     from slurmgpu.llm.transformers_engine.cuda_graphs import GraphRunner
 
@@ -614,12 +614,12 @@ def cuda_graphs_are_faster_and_hold_what_placement_keeps(machine: Machine) -> st
     first, ours, eager = rate(batches.generate), rate(batches.generate), rate(engine._static.generate)
     memory = choice.slots
     if memory is None:
-        raise NotHeld(f"they were given up; eagerly {eager:,.0f} tokens/s")
+        raise NotHeld(f"the engine gave CUDA graphs up; eager {eager:,.0f} tokens/s")
     foretold = look_at(_options(_model(machine))).with_batch(memory.n_tokens).memory.cache
     figures = (
         f"tokens/s: eager {eager:,.0f}, graphs {ours:,.0f}, {ours / eager:.2f} times as fast, and {first:,.0f} with "
     )
-    figures += f"the captures; cache {memory.n_bytes / 1e9:.3f} GB, foretold {foretold / 1e9:.3f}"
+    figures += f"the captures; cache {memory.n_bytes / 1e9:.3f} GB, predicted {foretold / 1e9:.3f}"
     good = abs(memory.n_bytes / foretold - 1) <= WEIGHTS_OFF
     runner, held = memory.runner, 0
     if isinstance(runner, GraphRunner):
@@ -653,7 +653,7 @@ def _by_hand(engine: TransformersEngine, texts: Sequence[str], lengths: Sequence
 
 
 def _bandwidth(machine: Machine) -> float:
-    """Bytes a second of a copy on the device, read and written."""
+    """Bytes per second of a copy on the device, read plus written."""
     import torch
 
     source = torch.empty(machine.pick(2 << 30, 1 << 20), dtype=torch.uint8, device=machine.device)
@@ -663,7 +663,7 @@ def _bandwidth(machine: Machine) -> float:
 
 @finding(limit_s=SET_UP_S + 30)
 def generation_is_faster_than_by_hand(machine: Machine) -> str:
-    """Answers of 2 to 160 tokens: 10 times as fast as one by one, 1.2 times as in the best sorted batches by hand."""
+    """Answers of 2 to 160 tokens come 10 times as fast as one by one, 1.2 times as fast as the best sorted batches."""
     rng, n = np.random.default_rng(0), machine.pick(192, 6)
     texts = _texts(machine, rng, rng.lognormal(3.7, 0.6, n).clip(8, machine.pick(200, 20)).astype(int).tolist())
     lengths = rng.lognormal(3.2, 1.0, n).clip(2, machine.pick(160, 8)).astype(int).tolist()
@@ -673,7 +673,7 @@ def generation_is_faster_than_by_hand(machine: Machine) -> str:
     _by_hand(engine, texts[:2], lengths[:2], 2)
     _static(engine, encoded[:2])
     rates = {"one by one": sum(lengths[:few]) / _seconds(machine, _by_hand, engine, texts[:few], lengths[:few], 1)}
-    # The best batch by hand is all of them: three of a third each take three times the steps, at half the rate.
+    # The best batch by hand holds all prompts: three batches of a third take three times the steps, at half the rate.
     seconds = _seconds(machine, _by_hand, engine, texts, lengths, n)
     by_hand = rates[f"a batch of {n} by hand"] = sum(lengths) / seconds
     ours = {"static": sum(lengths) / _seconds(machine, _static, engine, encoded)}
@@ -682,9 +682,9 @@ def generation_is_faster_than_by_hand(machine: Machine) -> str:
     if choice.uses_slots:
         ours["static by graphs"] = sum(lengths) / _seconds(machine, lambda: list(batches.generate(encoded)))
         choice.release()
-    # Without flash attention batching = "auto" does not choose it, and it takes ten times as long.
+    # Without flash attention, continuous batching takes ten times as long, and batching = "auto" does not choose it.
     if engine._continuous is not None and engine._continuous._flash is not None:
-        _by_continuous(engine, encoded[:8])  # checks itself, and makes its graphs
+        _by_continuous(engine, encoded[:8])  # runs its self-check, and captures its graphs
         ours["continuous"] = sum(lengths) / _seconds(machine, _by_continuous, engine, encoded)
         engine._continuous.release()
     weights = sum(each.nbytes for each in engine._loaded.model.parameters())
@@ -692,7 +692,7 @@ def generation_is_faster_than_by_hand(machine: Machine) -> str:
     rates |= ours
     best = max(ours.values())
     told = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
-    figures = f"tokens/s: {told}; the bound by bandwidth is {bound:,.0f} ({best / bound:.0%}); "
+    figures = f"tokens/s: {told}; memory bandwidth allows {bound:,.0f} ({best / bound:.0%}); "
     figures += f"{best / rates['one by one']:.1f} and {best / by_hand:.2f} times as fast"
     good = best >= ONE_BY_ONE * rates["one by one"] and best >= BY_HAND * by_hand
     return hold(good or not machine.on_gpu, figures)
@@ -707,7 +707,7 @@ def _seconds(machine: Machine, work: Callable[..., object], *arguments: Any) -> 
 
 @finding(limit_s=SET_UP_S)
 def paths_and_their_scorer_share_a_card_as_placement_foretells(machine: Machine) -> str:
-    """A model and a process reward model sample and score paths on one card, in the memory that placement foretells."""
+    """A model and a process reward model sample and score paths on one card, in the memory that placement predicts."""
     import torch
 
     from slurmgpu.llm.placement.needs import look_at, usable
@@ -735,13 +735,13 @@ def paths_and_their_scorer_share_a_card_as_placement_foretells(machine: Machine)
     n_scored = 0
     for row in workload(items):
         if isinstance(row, Exception) or not np.isfinite(row["scores"]).all():
-            raise NotHeld(f"a question has no scores: {row}")
+            raise NotHeld(f"a question has no finite scores: {row}")
         n_scored += len(row["scores"])
     figures, good = f"{n_scored} paths are scored", True
     if machine.on_gpu:
         used, total = before - _free(machine), torch.cuda.get_device_properties(machine.device).total_memory
         over, room = used - foretold, total - usable(total)
-        figures += f"; {used / 1e9:.2f} GB, foretold {foretold / 1e9:.2f}, {over / 1e9:.2f} more; room for that "
+        figures += f"; {used / 1e9:.2f} GB, predicted {foretold / 1e9:.2f}, {over / 1e9:.2f} more; reserved for that "
         figures += f"{room / 1e9:.2f}"
         good = over <= room
     workload.engine.close()
@@ -751,15 +751,15 @@ def paths_and_their_scorer_share_a_card_as_placement_foretells(machine: Machine)
 
 @finding(limit_s=150)
 def a_model_that_all_gpus_share_answers_as_on_one(machine: Machine) -> str:
-    """In a run, a model of which each GPU has a part answers in fp32 as on one GPU, by NCCL (on a CPU, by gloo)."""
+    """A run with a tensor-parallel model over NCCL (on a CPU, gloo) answers in fp32 as one GPU does."""
     import slurmgpu
     from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE
     from slurmgpu.report.build import last_report
     from slurmgpu.results import Merged
 
     if machine.n_gpus == 1:
-        raise NotToBeHad("there is one GPU")
-    # Heads and keys are divided. Two processes share a CPU.
+        raise NotMeasured("there is one GPU")
+    # The number of ranks must divide the heads, also those of keys. On a CPU, two processes share it.
     n = max(each for each in (1, 2, 4, 8) if each <= machine.n_gpus) if machine.on_gpu else 2
     shape = {**TOY, "num_attention_heads": 8}
     folder = _model(machine) if machine.on_gpu else _make_model(machine.folder / "shared", "cpu", shape, N_TOY_WORDS)
@@ -797,14 +797,14 @@ def a_model_that_all_gpus_share_answers_as_on_one(machine: Machine) -> str:
 
 @finding(limit_s=SET_UP_S)
 def quantised_variants_have_their_size(machine: Machine) -> str:
-    """-8bit, -4bit and -fp8 load, answer, and have the weights that placement foretells, to 10 %."""
+    """-8bit, -4bit and -fp8 load, answer, and have weights of the size that placement predicts, to 10 %."""
     from slurmgpu.llm.transformers_engine.quantization import package_for
 
     packages = {variant: package_for(variant, tensor_parallel=False) or "" for variant in ("8bit", "4bit", "fp8")}
     good, figures, n_tried = True, [], 0
     for variant, package in packages.items():
         if importlib.util.find_spec(package) is None:
-            figures.append(f"-{variant} needs {package}, which is not here")
+            figures.append(f"-{variant} needs {package}, which is not installed")
             continue
         n_tried += 1
         try:
@@ -818,12 +818,12 @@ def quantised_variants_have_their_size(machine: Machine) -> str:
             logging.getLogger(__name__).warning("-%s", variant, exc_info=True)
         _forget(machine)
     if n_tried == 0:
-        raise NotToBeHad("; ".join(figures))
+        raise NotMeasured("; ".join(figures))
     return hold(good, "; ".join(figures))
 
 
 def _quantised(machine: Machine, variant: str) -> str:
-    """The size and the speed of a variant; NotHeld if it is not as it should be."""
+    """The size and the speed of a variant; NotHeld if answers or size are wrong."""
     from slurmgpu.llm.placement.needs import look_at
     from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 
@@ -841,15 +841,15 @@ def _quantised(machine: Machine, variant: str) -> str:
     engine.close()
     good = n_tokens == sum(each.sampling.max_tokens for each in requests)
     good &= abs(used / foretold - 1) <= VARIANT_OFF or not machine.on_gpu
-    return hold(good, f"{used / 1e9:.2f} GB, foretold {foretold / 1e9:.2f}, {n_tokens / seconds:,.0f} tokens/s")
+    return hold(good, f"{used / 1e9:.2f} GB, predicted {foretold / 1e9:.2f}, {n_tokens / seconds:,.0f} tokens/s")
 
 
 @finding(limit_s=90)
 def vllm_answers_as_fp32(machine: Machine) -> str:
-    """vLLM's greedy answers in bf16 are fp32's for half of the prompts at least, and its speed is told."""
+    """vLLM's greedy answers in bf16 equal fp32's for at least half of the prompts; its speed is reported."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:  # a folder of that name, as tests/vllm
-        raise NotToBeHad("vllm is not installed")
+        raise NotMeasured("vllm is not installed")
     from slurmgpu.llm.engines import open_engine
 
     requests = _some(machine)
@@ -868,12 +868,12 @@ def vllm_answers_as_fp32(machine: Machine) -> str:
 
 @finding(limit_s=75)
 def placement_foretells_the_memory_of_a_large_model(machine: Machine) -> str:
-    """The weights of 8 billion parameters have the size foretold, and the planned batch needs what placement keeps."""
+    """8 billion parameters have the predicted size, and the planned batch fits what placement reserves."""
     import torch
 
     _forget(machine)
     if machine.on_gpu and torch.cuda.get_device_properties(machine.device).total_memory < LARGE_GPU_BYTES:
-        raise NotToBeHad(f"it needs a GPU of {LARGE_GPU_BYTES / 1e9:.0f} GB")
+        raise NotMeasured(f"it needs a GPU of {LARGE_GPU_BYTES / 1e9:.0f} GB")
     shape, n_words = machine.pick(SHAPE_8B, TOY), machine.pick(N_WORDS, N_TOY_WORDS)
     folder = _make_hollow_model(machine.folder / "large", machine.device, shape, n_words)
     _forget(machine)
@@ -882,9 +882,9 @@ def placement_foretells_the_memory_of_a_large_model(machine: Machine) -> str:
 
 @finding(limit_s=75)
 def compiled_steps_pass_their_self_check(machine: Machine) -> str:
-    """With compile = true steps are compiled, right in bf16, and faster than graphs of plain ones, or else unused."""
+    """Steps with compile = true are correct in bf16 and faster than graphs of eager steps, or they are not used."""
     if machine.on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
-        raise NotToBeHad("there is no C compiler, by which Triton makes its launchers")
+        raise NotMeasured("there is no C compiler, which Triton needs to build its launchers")
     from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 
     _forget(machine)

@@ -1,6 +1,6 @@
-"""What the part `training` trains, also in processes of its own.
+"""The models that the part `training` trains, also in other processes.
 
-Samples are the same in every process: they have generators of their own.
+Samples are the same in every process: each data set has its own generator.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ N_STEPS, KILLED_AT = 16, 9
 
 
 class Sentences(train_arms.Net):
-    """A transformer of 3 layers and 86 million parameters, on 1,024 words: of a size that fills a GPU.
+    """A transformer of 3 layers and 86 million parameters, on 1,024 words: large enough to fill a GPU.
 
-    Layers of 1,536 have as many parameters as 12 of 768 by a quarter of the kernels, and half of the work beside matrix
-    products, which models that are trained on such a GPU are larger than.
+    Three layers of width 1,536 have as many parameters as 12 of 768, a quarter of the kernels, and half of the work
+    besides matrix products. Models that are trained on such a GPU are usually larger.
     """
 
     batch_size = 16
@@ -48,7 +48,7 @@ class Sentences(train_arms.Net):
 
 
 class FewSentences(Sentences):
-    """Its steps are short, so that what a loop adds to them shows."""
+    """Its steps are short, so that the loop's own cost shows."""
 
     batch_size = 4
 
@@ -57,7 +57,7 @@ class ProfiledSentences(Sentences):
     """The kernels of its last steps are recorded."""
 
     n_first, n_warm, n_profiled = 6, 2, 12
-    """Steps before those that are recorded; in the last `n_warm` of them the profiler warms up."""
+    """Steps before the recorded ones; in the last `n_warm` of them the profiler warms up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class ProfiledSentences(Sentences):
 
 
 class Toy(train_arms.Net):
-    """A net that a CPU trains in no time."""
+    """A model that a CPU trains at once."""
 
     batch_size = 8
 
@@ -123,7 +123,7 @@ class Spectral(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class Unusual(Toy):
-    """Trains what no fused optimizer takes, and leaves a metric on the CPU."""
+    """Trains parameters that fused optimizers do not support, and returns a metric on the CPU."""
 
     def model(self) -> nn.Module:
         """1,000 parameters of several kinds."""
@@ -139,7 +139,7 @@ class Unusual(Toy):
 
 
 class Words(train_arms.Net):
-    """A small transformer with an embedding, whose gradient is a sum in no fixed order, and dropout."""
+    """A small transformer with dropout and an embedding, whose gradient is summed in no fixed order."""
 
     batch_size = 16
 
@@ -180,7 +180,7 @@ def train_words(folder: Path, device: str, net: Words, *, deterministic: bool) -
 
 
 def train_until_killed(folder: Path, device: str, width: int, deterministic: bool) -> None:
-    """The same, by a process that is killed in a step."""
+    """Like `train_words`, but the process is killed in a step."""
     train_words(folder, device, Words(width=width, kill_at=KILLED_AT), deterministic=deterministic)
 
 

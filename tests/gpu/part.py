@@ -1,8 +1,8 @@
-"""One part in a process of its own: `python -m tests.gpu.part PART FOLDER N_GPUS` runs findings that it is told.
+"""One part in its own process: `python -m tests.gpu.part PART FOLDER N_GPUS` runs the findings named on stdin.
 
-It prepares what needs no GPU, as imports, while the part before it may still run; then it reads the names of its
-findings, on one line. It writes a JSON line when a finding begins and one when it ends, to the standard output that it
-was started with. A finding that breaks CUDA ends the process; who started it starts another one for the rest.
+It prepares what needs no GPU, such as imports, while the previous part may still run; then it reads the names of its
+findings from one line. It writes a JSON line to standard output when a finding begins, and one when it ends. A finding
+that breaks CUDA ends the process; the parent starts another one for the remaining findings.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.util.broken_process import is_broken_cuda
-from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Finding, Machine, NotHeld, NotToBeHad, findings_of
+from tests.gpu.findings import HELD, NOT_HELD, NOT_MEASURED, Finding, Machine, NotHeld, NotMeasured, findings_of
 
 
 def main(argv: list[str]) -> None:
-    """Run the findings whose names come; none if who started it has ended."""
+    """Run the findings that the parent names; none if the parent has ended."""
     part, folder, n_gpus = argv
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to standard output, too
@@ -28,10 +28,10 @@ def main(argv: list[str]) -> None:
     module = importlib.import_module(f"tests.gpu.{part}")
     try:
         getattr(module, "prepare", lambda _: None)(machine)
-    except Exception:  # findings that need it fail by the same, and have a row to say so
+    except Exception:  # findings that need it fail with the same error in their rows
         traceback.print_exc()
     names = sys.stdin.readline().split()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nothing that a finding starts waits for more
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # processes that a finding starts must not wait for input
     for each in findings_of(module):
         if each.name in names:
             print(json.dumps({"begin": each.name, "log_bytes": os.lseek(2, 0, os.SEEK_END)}), file=told, flush=True)
@@ -42,13 +42,13 @@ def main(argv: list[str]) -> None:
 
 
 def run(each: Finding, machine: Machine) -> tuple[dict[str, Any], bool]:
-    """The verdict and the figures of a finding, and whether CUDA can be used no more."""
+    """The verdict and the figures of a finding, and whether CUDA is broken now."""
     try:
         return {"verdict": HELD, "figures": each.function(machine)}, False
     except NotHeld as failure:
         return {"verdict": NOT_HELD, "figures": str(failure), "trace": failure.details}, False
-    except NotToBeHad as reason:
-        return {"verdict": NOT_TO_BE_HAD, "figures": str(reason)}, False
+    except NotMeasured as reason:
+        return {"verdict": NOT_MEASURED, "figures": str(reason)}, False
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         first_line = str(error).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The record of a kind of GPU, `results/GPU-NAME.md`: what held, what did not, with figures, and by which versions."""
+"""The record of a GPU model, `results/GPU-NAME.md`: what held and what did not, with figures and package versions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmgpu.util import gpus
-from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD
+from tests.gpu.findings import HELD, NOT_HELD, NOT_MEASURED
 
-VERDICTS = (HELD, NOT_HELD, NOT_TO_BE_HAD)
+VERDICTS = (HELD, NOT_HELD, NOT_MEASURED)
 PACKAGES = ("torch", "transformers", "triton", "h5py", "numpy", "accelerate", "torchao", "bitsandbytes", "vllm")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a finding."""
+    """The result of a finding."""
 
     part: str
     claim: str
@@ -32,16 +32,16 @@ class Row:
 
 
 def count(verdicts: Sequence[str], words: dict[str, str]) -> str:
-    """How many findings there are of each verdict, in `words` where they differ."""
+    """How many findings have each verdict; `words` replaces a verdict's text."""
     n = Counter(verdicts)
     return ", ".join(f"{n[each]} {words.get(each, each)}" for each in VERDICTS)
 
 
 def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row], claims: Collection[str]) -> Path:
-    """Write the record of this kind of GPU into the folder; its path.
+    """Write the record of this GPU model into the folder, and return its path.
 
-    What an earlier record says of other findings stays if it was made with the same versions, and what it says must
-    hold is still one of the `claims`. So does what was measured of a finding that is not to be had now, as for time.
+    Rows of an earlier record with the same versions stay if their claim is still one of `claims`, unless `rows` has a
+    new measurement of it. A finding that could not be measured now, for want of time for example, keeps its old row.
     """
     gpu = found[0]
     path = results / (re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-") + ".md")
@@ -49,7 +49,7 @@ def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row], claims:
         f"- {len(found)} × {gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, driver {gpu.driver}, for CUDA {gpu.cuda}",
         f"- {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, {', '.join(versions())}",
     ]
-    parts: dict[str, dict[str, list[str]]] = {}  # of each part its claims, and what is in the cells beside each
+    parts: dict[str, dict[str, list[str]]] = {}  # per part: each claim, with its other cells
     earlier = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     known = {_cell(claim) for claim in claims}
     if all(fact in earlier for fact in facts):
@@ -62,7 +62,7 @@ def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row], claims:
     for row in rows:
         measured = [row.verdict, _cell(row.figures), f"{time.strftime('%F')}, {row.seconds:.0f} s"]
         measured_of = parts.setdefault(row.part, {})
-        if row.verdict == NOT_TO_BE_HAD:
+        if row.verdict == NOT_MEASURED:
             measured_of.setdefault(_cell(row.claim), measured)
         else:
             measured_of[_cell(row.claim)] = measured
@@ -77,7 +77,7 @@ def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row], claims:
 
 
 def versions() -> Iterator[str]:
-    """The packages that matter, as far as they are installed."""
+    """The installed packages of PACKAGES, with their versions."""
     for name in PACKAGES:
         try:
             yield f"{name} {importlib.metadata.version(name)}"

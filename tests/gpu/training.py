@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.findings import Machine, NotToBeHad, best_of, finding, hold
+from tests.gpu.findings import Machine, NotMeasured, best_of, finding, hold
 
 if TYPE_CHECKING:
     from slurmgpu.training.outcome import Outcome
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 WIDTH, TOY_WIDTH = 256, 16
 FASTER = 3.0
-"""How many times faster bf16 and compilation must be than fp32, eager."""
+"""How many times as fast compiled bf16 must be as eager fp32."""
 OVER_BARE = 1.03
 MFU = 0.3
-"""The least model FLOPs utilisation, of the measured peak."""
+"""The least model FLOPs utilisation, as a share of the measured peak."""
 BUSY = 0.95
 KERNELS = {
     "attention": ("flash", "fmha", "sdpa", "attention", "attn"),
@@ -48,7 +48,7 @@ def _net(machine: Machine) -> type[Net]:
 
 
 def _few(machine: Machine) -> type[Net]:
-    """The same, of few samples a step: what a loop does beside them is a larger share."""
+    """The same model with fewer samples per step, so that the loop's own cost is a larger share."""
     from tests.gpu.nets import FewSentences, Toy
 
     return machine.pick(FewSentences, Toy)
@@ -61,8 +61,8 @@ def _place(machine: Machine) -> Place:
 
 
 def _run(machine: Machine, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """The exit codes of processes that do some work at the same time, each with these arguments."""
-    # CUDA cannot be used in a fork, and importing torch again takes a CPU seconds.
+    """The exit codes of processes that run `work` at the same time, one for each entry of `arguments`."""
+    # A forked process cannot use CUDA; on a CPU a fork saves the seconds of importing torch again.
     context: Any = multiprocessing.get_context(machine.pick("spawn", "fork"))
     processes = [context.Process(target=work, args=each) for each in arguments]
     for process in processes:
@@ -83,7 +83,7 @@ def _trained(machine: Machine, precision: str, *, compiled: bool) -> Outcome:
 
 @finding(limit_s=60)
 def bf16_and_compilation_are_faster(machine: Machine) -> str:
-    """In bf16, compiled, 86 million parameters train three times faster than in fp32, eager, to a loss within 5 %."""
+    """86 million parameters train three times as fast in bf16, compiled, as in fp32, eager; the loss agrees to 5 %."""
     plain = _trained(machine, "fp32", compiled=False)
     fast = _trained(machine, "bf16", compiled=machine.on_gpu)
     ratio = fast.samples_per_s / plain.samples_per_s
@@ -95,7 +95,7 @@ def bf16_and_compilation_are_faster(machine: Machine) -> str:
 
 @finding()
 def mfu_is_that_of_the_card(machine: Machine) -> str:
-    """The peak that MFU is a share of is the card's measured one (0.5 to 1.1), and the training reaches 30 % of it."""
+    """Matrix products reach 0.5 to 1.1 of the peak that MFU divides by; training reaches 30 % of what they reach."""
     import torch
 
     from slurmgpu.training.flops import peak_flops
@@ -108,17 +108,17 @@ def mfu_is_that_of_the_card(machine: Machine) -> str:
     name = torch.cuda.get_device_name(machine.device)
     told = peak_flops(name, "bf16")
     if told is None:
-        return hold(False, f"{name} is not in the table of peaks; its products reach {measured / 1e12:.0f} TFLOP/s")
+        return hold(False, f"the table of peaks lacks {name}; its products reach {measured / 1e12:.0f} TFLOP/s")
     mfu = _trained(machine, "bf16", compiled=True).mfu
     share = mfu * told / measured
-    figures = f"products at {measured / 1e12:.0f} TFLOP/s of the table's {told / 1e12:.0f}; MFU {mfu:.1%}, "
+    figures = f"products reach {measured / 1e12:.0f} of the table's {told / 1e12:.0f} TFLOP/s; MFU {mfu:.1%}, "
     figures += f"{share:.1%} of the measured peak"
     return hold(0.5 <= measured / told <= 1.1 and share >= MFU, figures)
 
 
 @finding()
 def kernels_fill_the_time_of_steps(machine: Machine) -> str:
-    """Kernels fill 95 % of the time of compiled steps in bf16; how much of it are products and attention is told."""
+    """Kernels fill 95 % of the time of compiled steps in bf16; the shares of products and attention are reported."""
     machine.needs_gpu()
     from tests.benchmarks import train_arms
     from tests.gpu.nets import ProfiledSentences
@@ -126,21 +126,20 @@ def kernels_fill_the_time_of_steps(machine: Machine) -> str:
     net = ProfiledSentences()
     train_arms.ours(net, net.n_first + net.n_profiled + 1, _place(machine), precision="bf16", compile=True)
     if not net.kernels:
-        raise NotToBeHad("the profiler records no kernels here")
+        raise NotMeasured("the profiler records no kernels here")
     shares = dict.fromkeys(("attention", "products", "others"), 0.0)
     for name, seconds in net.kernels:
         kind = next((kind for kind, words in KERNELS.items() if any(word in name.lower() for word in words)), "others")
         shares[kind] += seconds / net.seconds
     busy = sum(shares.values())
-    figures = f"a step takes {net.seconds / net.n_profiled * 1e3:.1f} ms, of which kernels have {busy:.1%}: "
+    figures = f"a step takes {net.seconds / net.n_profiled * 1e3:.1f} ms; kernels take {busy:.1%} of it: "
     figures += ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items())
-    return hold(busy >= BUSY, f"{figures}; {len(net.kernels) / net.n_profiled:.0f} kernels")
+    return hold(busy >= BUSY, f"{figures}; {len(net.kernels) / net.n_profiled:.0f} kernels per step")
 
 
 @finding(limit_s=40)
 def the_batch_that_fits_is_found(machine: Machine) -> str:
-    """`batch_size = "auto"` finds a batch that fits into a fifth of the card, by real out-of-memory, and a larger one
-    does not fit."""
+    """`batch_size = "auto"` finds, by out-of-memory errors, a batch that fits a fifth of the card; twice it fails."""
     import torch
 
     from tests.benchmarks import train_arms
@@ -165,7 +164,7 @@ def the_batch_that_fits_is_found(machine: Machine) -> str:
             too_large = False
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, machine.device)
-    said = "does not fit" if too_large else "fits as well"
+    said = "does not fit" if too_large else "fits too"
     return hold(
         too_large, f"a batch of {found}, peak {outcome.peak_memory_bytes / 1e9:.1f} GB; one of {2 * found} {said}"
     )
@@ -173,7 +172,7 @@ def the_batch_that_fits_is_found(machine: Machine) -> str:
 
 @functools.cache
 def _killed(machine: Machine) -> dict[bool, Path]:
-    """The folders of two trainings, without and with `deterministic`, that were killed, at the same time."""
+    """The folders of two trainings that ran at the same time and were killed, by whether they were `deterministic`."""
     from tests.gpu.nets import train_until_killed
 
     folders = {deterministic: machine.folder / f"killed-{deterministic}" for deterministic in (False, True)}
@@ -204,28 +203,28 @@ def _kill_and_resume(machine: Machine, *, deterministic: bool) -> tuple[list[str
 
 @finding(limit_s=40)
 def a_kill_changes_little_without_deterministic_kernels(machine: Machine) -> str:
-    """Without `deterministic`, the loss after a kill and a resume is the same to 1 %; which weights differ is told."""
+    """Without `deterministic`, the loss after a kill and a resume is the same to 1 %; differing weights are listed."""
     differ, off = _kill_and_resume(machine, deterministic=False)
-    said = f"{len(differ)} tensors differ{': ' if differ else ''}{', '.join(differ)}; the loss by {off:.1e}"
+    said = f"{len(differ)} tensors differ{': ' if differ else ''}{', '.join(differ)}; the loss differs by {off:.1e}"
     return hold(off < 0.01, said)
 
 
-# Behind the other: what `deterministic` needs of cuBLAS is decided in the first product of a process.
+# After the non-deterministic one: a process reads CUBLAS_WORKSPACE_CONFIG at its first matrix product.
 @finding(limit_s=40)
 def a_kill_changes_no_bit_of_deterministic_kernels(machine: Machine) -> str:
-    """With `deterministic`, a training that is killed and resumed has the weights of one that was not, bit for bit."""
+    """With `deterministic`, a training that is killed and resumed ends with the same weights, bit for bit."""
     differ, _ = _kill_and_resume(machine, deterministic=True)
     return hold(not differ, f"{len(differ)} tensors differ{': ' if differ else ''}{', '.join(differ)}")
 
 
 @finding(limit_s=40)
 def a_group_of_all_gpus_sums_and_trains(machine: Machine) -> str:
-    """A group of all GPUs by NCCL (on CPUs two processes by gloo) sums right, and trains to the loss of one."""
+    """All-reduce over all GPUs by NCCL (on CPUs, two processes by gloo) is correct; training reaches one GPU's loss."""
     from slurmgpu.training.loop import Training
     from slurmgpu.training.settings import TrainingSettings
     from tests.gpu.nets import Toy, join_group
 
-    # 16 samples of a step are divided.
+    # The number of ranks must divide the 16 samples of a step.
     n_ranks = max(n for n in (1, 2, 4, 8) if n <= machine.n_gpus) if machine.on_gpu else 2
     kind = machine.pick("nccl", "gloo")
     with socket.socket() as free:
@@ -240,14 +239,14 @@ def a_group_of_all_gpus_sums_and_trains(machine: Machine) -> str:
     found = json.loads((together / "group.json").read_text())
     settings = TrainingSettings(steps=4, batch_size=16, seed=0)
     loss = Training(Toy(), settings, _place(machine), alone).run().final["train_loss"]
-    figures = f"{n_ranks} of {kind}: all-reduce at {found['bytes_s'] / 1e9:.1f} GB/s, loss {found['loss']:.6f}, "
-    figures += f"of one process {loss:.6f}"
+    figures = f"{n_ranks} ranks, {kind}: all-reduce at {found['bytes_s'] / 1e9:.1f} GB/s, loss {found['loss']:.6f}; "
+    figures += f"one process has {loss:.6f}"
     return hold(found["is_right"] and math.isclose(found["loss"], loss, rel_tol=1e-4), figures)
 
 
 @finding()
 def fused_optimizers_step_as_the_others_do(machine: Machine) -> str:
-    """The fused AdamW, Adam and SGD take the steps of PyTorch's plain ones (to 1e-5), and are no slower."""
+    """Fused AdamW, Adam and SGD take the same steps as the unfused ones (to 1e-5), and are at most 10 % slower."""
     import torch
     from torch import nn
 
@@ -277,7 +276,7 @@ def fused_optimizers_step_as_the_others_do(machine: Machine) -> str:
 
 @finding()
 def unusual_models_train_and_go_on(machine: Machine) -> str:
-    """Complex parameters, sparse gradients, sparse and expanded buffers and metrics on the CPU train, and go on."""
+    """A model with complex parameters, sparse gradients, unusual buffers and metrics on the CPU trains and resumes."""
     from slurmgpu.training.loop import Training
     from slurmgpu.training.settings import TrainingSettings
     from tests.gpu.nets import Unusual
@@ -292,7 +291,7 @@ def unusual_models_train_and_go_on(machine: Machine) -> str:
 
 @finding(limit_s=40)
 def the_loop_costs_little_over_a_bare_one(machine: Machine) -> str:
-    """A step of the loop takes at most 3 % more than that of a loop written by hand."""
+    """A step of the training loop takes at most 3 % longer than a step of a loop written by hand."""
     from tests.benchmarks import train_arms
 
     rounds = train_arms.steps(_few(machine), _place(machine), machine.pick(24, 8), machine.pick(2, 1))
@@ -303,7 +302,7 @@ def the_loop_costs_little_over_a_bare_one(machine: Machine) -> str:
 
 @finding(limit_s=45)
 def checkpoints_cost_little(machine: Machine) -> str:
-    """At the default interval checkpoints take at most 1 % of a training of seconds; what one takes is told."""
+    """At the default interval, checkpoints take at most 1 % of a training of seconds; the cost of one is reported."""
     from tests.benchmarks import train_arms
 
     found = train_arms.checkpoints(_few(machine), _place(machine), machine.pick(40, 8), n_saved=3)

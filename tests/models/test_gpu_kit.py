@@ -17,7 +17,7 @@ import pytest
 from slurmgpu.util.gpus import GPU
 from tests.gpu import __main__ as kit
 from tests.gpu import record
-from tests.gpu.findings import HELD, NOT_HELD, NOT_TO_BE_HAD, Machine, findings_of
+from tests.gpu.findings import HELD, NOT_HELD, NOT_MEASURED, Machine, findings_of
 from tests.gpu.part import run
 from tests.gpu.record import Row
 from tests.support.runs import wait_until
@@ -30,7 +30,7 @@ def test_a_run_with_the_faults_of_a_gpu_has_the_bytes_of_one_without_and_on_a_cp
     """The part `core`, by the command."""
     done = run_part("core")
     assert done.returncode == kit.EXIT_NOTHING_PROVEN, done.stdout + done.stderr
-    assert "9 ran, 0 did not hold, 3 not to be had" in done.stdout
+    assert "9 ran, 0 did not hold, 3 not measured" in done.stdout
     for said in ("batches of 2 (expected 2)", "item 19 alone", "item 27 alone", "died by SIGKILL", "in 38 rows"):
         assert said in done.stdout
     assert "nothing was proven: there is no GPU" in done.stdout
@@ -80,7 +80,7 @@ def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, 
     assert [row.verdict for row in rows] == [
         HELD,
         NOT_HELD,
-        NOT_TO_BE_HAD,
+        NOT_MEASURED,
         NOT_HELD,
         NOT_HELD,
         NOT_HELD,
@@ -91,7 +91,7 @@ def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, 
     assert rows[1].trace == "something was logged"
     assert rows[3].figures.startswith("ZeroDivisionError: division by zero")
     assert "raises" in rows[3].trace
-    assert "its process ended by SIGKILL" in rows[4].figures
+    assert "its process ended with SIGKILL" in rows[4].figures
     assert "it was stopped after" in rows[5].figures
     assert "CUDA error" in rows[6].figures
     assert rows[7].claim == "The last one is told as well"
@@ -99,7 +99,7 @@ def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, 
 
 FAILING = '''
 import logging, os, signal, time
-from tests.gpu.findings import NotHeld, NotToBeHad, finding, hold
+from tests.gpu.findings import NotHeld, NotMeasured, finding, hold
 
 @finding()
 def holds(machine):
@@ -115,7 +115,7 @@ def holds_not(machine):
 @finding()
 def lacks(machine):
     """It lacks something."""
-    raise NotToBeHad("no such thing")
+    raise NotMeasured("no such thing")
 
 @finding()
 def raises(machine):
@@ -181,7 +181,7 @@ def test_the_record_of_a_gpu_has_a_row_for_each_finding(tmp_path):
     assert path == results / "NVIDIA-H100-80GB-HBM3.md"
     text = path.read_text()
     assert "- 1 × NVIDIA H100 80GB HBM3, 85.0 GB, driver 580.1, for CUDA 13.0" in text
-    assert "- 1 held, 1 did not hold, 0 not to be had" in text
+    assert "- 1 held, 1 did not hold, 0 not measured" in text
     assert "| It holds | held | 1 \\| 2 |" in text
     assert "| It is fast | did not hold | slow |" in text
 
@@ -190,9 +190,9 @@ def test_a_record_keeps_what_was_measured_before_with_the_same_versions(tmp_path
     gpu, claims = GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1"), {"It holds", "It's fast"}
     before = [("core", "It holds", "1 | 2"), ("llm", "It's fast", ""), ("llm", "It was asked", "")]
     record.write(tmp_path, [gpu], [Row(part, claim, NOT_HELD, figures, 1.0) for part, claim, figures in before], claims)
-    again = [Row("llm", "It's fast", HELD, "fast", 3.0), Row("core", "It holds", NOT_TO_BE_HAD, "no time", 0.0)]
+    again = [Row("llm", "It's fast", HELD, "fast", 3.0), Row("core", "It holds", NOT_MEASURED, "no time", 0.0)]
     text = record.write(tmp_path, [gpu], again, claims).read_text()
-    assert "- 1 held, 1 did not hold, 0 not to be had" in text
+    assert "- 1 held, 1 did not hold, 0 not measured" in text
     assert "| It holds | did not hold | 1 \\| 2 |" in text
     assert "| It's fast | held | fast |" in text
     assert "It was asked" not in text
@@ -200,8 +200,8 @@ def test_a_record_keeps_what_was_measured_before_with_the_same_versions(tmp_path
     assert "It holds" not in newer.read_text()
 
 
-def test_a_finding_that_the_parts_time_cuts_short_is_not_to_be_had(tmp_path, monkeypatch):
-    """Nothing was measured; one that takes longer than it may did not hold, as `hangs` above."""
+def test_a_finding_that_the_parts_time_cuts_short_is_not_measured(tmp_path, monkeypatch):
+    """A finding that exceeds its own limit did not hold, such as `hangs` above."""
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)
     for name in ("__init__.py", "findings.py", "part.py"):
@@ -211,9 +211,9 @@ def test_a_finding_that_the_parts_time_cuts_short_is_not_to_be_had(tmp_path, mon
     exec(FAILING.replace("limit_s=0.2", "limit_s=20.0"), module.__dict__)
     monkeypatch.setattr(kit, "HOME", tmp_path)
     [hanging, last] = kit.run_part("failing", [module.hangs, module.comes_last], 1, 3.0)
-    assert (hanging.verdict, last.verdict) == (NOT_TO_BE_HAD, NOT_TO_BE_HAD)
-    assert hanging.figures == "it was stopped after 3 s of the 20 s that it may take, as the part's time is over"
-    assert last.figures == "the 3 s of the part are over"
+    assert (hanging.verdict, last.verdict) == (NOT_MEASURED, NOT_MEASURED)
+    assert hanging.figures == "it was stopped after 3 s (it may take 20 s), because the part's time is used up"
+    assert last.figures == "the part's 3 s are used up"
 
 
 def test_who_stops_a_part_has_a_record_of_what_it_found_before(tmp_path, monkeypatch):
@@ -255,9 +255,9 @@ def test_findings_are_chosen_by_part_and_by_name():
         "core": ["two_runs_share_a_gpu"],
     }
     assert len(kit.choose(["llm.scores_are_those_of_the_model_alone", "llm"])["llm"]) == len(kit.choose(["llm"])["llm"])
-    with pytest.raises(ValueError, match="no part gpu; there are core, influence"):
+    with pytest.raises(ValueError, match="there is no part 'gpu': choose from core, influence"):
         kit.choose(["gpu"])
-    with pytest.raises(ValueError, match="no finding speed in core; there are nvml_says"):
+    with pytest.raises(ValueError, match="core has no finding 'speed': choose from nvml_says"):
         kit.choose(["core.speed"])
 
 

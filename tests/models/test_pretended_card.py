@@ -29,7 +29,7 @@ from slurmgpu.training.sync_schedule import SyncSchedule
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.embed.workload import Embed
 from tests.gpu import llm
-from tests.gpu.findings import Machine, NotHeld, NotToBeHad, findings_of
+from tests.gpu.findings import Machine, NotHeld, NotMeasured, findings_of
 from tests.gpu.influence import TOY, _graph, _influences
 from tests.models.test_embed import save_encoder
 from tests.support.influences import Little, examples, influences
@@ -287,6 +287,6 @@ def test_the_proofs_code_for_a_gpu_runs(part, card, tmp_path, monkeypatch):
     machine = ToyMachine("cuda:0", 1, tmp_path)
     for each in findings_of(importlib.import_module(f"tests.gpu.{part}")):
         if each.name not in NOT_HERE:
-            with contextlib.suppress(NotHeld, NotToBeHad):
+            with contextlib.suppress(NotHeld, NotMeasured):
                 each.function(machine)
     llm._forget(machine)
