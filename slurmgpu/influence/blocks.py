@@ -15,21 +15,21 @@ from slurmgpu.influence.top_k import TopK
 from slurmgpu.influence.train_gradients import Checkpoint, ChunkGradients
 
 PIECE = {"cpu": 1 << 16, "cuda": 1 << 40}
-"""Pairs that are processed together after multiplication: as many as the caches hold."""
+"""Pairs to process together after the multiplication: as many as the caches hold."""
 
 
 HEADROOM = 40
-"""Normalised tests have gradients of about 2^HEADROOM.
+"""Normalised tests have gradients of length about 2^HEADROOM.
 
-Their products with the gradients of training examples are then in float32's range for all lengths from 10⁻³⁸, and
-smaller ones with fewer bits, up to 10²⁶.
+Their products with training gradients then fit float32's range for lengths from 10⁻³⁸ (smaller ones lose bits) up to
+10²⁶.
 """
 
 
 class Block:
     """The gradients of n tests at each checkpoint, and the results so far; fills `full` (n, n_train) if given.
 
-    With a normalisation, `gradients` are replaced by scaled ones.
+    With a normalisation it replaces `gradients` by scaled ones.
     """
 
     def __init__(

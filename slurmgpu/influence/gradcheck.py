@@ -14,7 +14,7 @@ from slurmgpu.influence.precision import matmul_precision
 N_DRAWS = 4
 """Sets of examples; one that agrees throughout suffices.
 
-A ReLU with an input of zero up to rounding may differ between computations; in float32, 1 to 2 % of examples have one.
+A ReLU whose input is zero up to rounding may differ between computations; in float32, 1 to 2 % of examples have one.
 A wrong rule shows in all sets, since they are chosen to share rows.
 """
 
@@ -33,8 +33,8 @@ def check_gradients(
 ) -> None:
     """Raise SlurmGPUError if something is wrong with the gradients. `train` (n, c) are examples to choose from.
 
-    Checks parameters and modes, and compares the dot products of a few examples with autograd's by parameter. This
-    needs a few full gradients of the wanted parameters in float64.
+    Checks parameters and modes, and compares the dot products of a few examples with autograd's, for each parameter.
+    This needs memory for a few full gradients of the wanted parameters in float64.
     """
     _check_names(model, wanted)
     _check_mode(model)
@@ -47,10 +47,10 @@ def check_gradients(
                 return
     name, error = max(wrong.items(), key=lambda item: item[1])
     raise SlurmGPUError(
-        f"The gradients with regard to {name!r} are not those of autograd: their dot products differ by {error:.1g} of "
-        f"the gradients' lengths, in each of {N_DRAWS} samples of training examples. The rule for this parameter is "
-        "wrong or does not fit the model, and so would be its influences. Leave the parameter out, or compute the "
-        "gradients one by one."
+        f"The gradients with respect to {name!r} differ from autograd's: in each of {N_DRAWS} samples of training "
+        f"examples their dot products are off by {error:.1g} of the gradients' lengths. The rule for this parameter is "
+        "wrong or does not fit the model, so its influences would be wrong, too. Leave the parameter out, or compute "
+        "the gradients one by one."
     )
 
 
@@ -60,12 +60,12 @@ def _check_names(model: Differentiable, wanted: Collection[str]) -> None:
         if name not in known:
             raise SlurmGPUError(f"The model has no trainable parameter {name!r}.{did_you_mean(name, known)}")
     if not wanted:
-        raise SlurmGPUError("No parameter is left to compute influences of.")
+        raise SlurmGPUError("No parameter is left whose influences could be computed. Name at least one.")
     for name in known:
         if name not in model.groups:
             raise SlurmGPUError(
                 f"The parameter {name!r} is in no parameter group, so its influence would silently be lost. Name it in "
-                "the model's `groups`, or freeze it by requires_grad_(False)."
+                "the model's `groups`, or freeze it with requires_grad_(False)."
             )
 
 
@@ -92,8 +92,8 @@ def _check_reach(model: Differentiable, examples: Tensor) -> None:
             if id(found) not in known:
                 raise SlurmGPUError(
                     f"The loss depends on a tensor {tuple(found.shape)} {_name_of(model, found)}that requires a "
-                    "gradient and is no parameter of the model, so its influence would silently be lost. Make it a "
-                    "torch.nn.Parameter, or freeze it by requires_grad_(False)."
+                    "gradient but is not a parameter of the model, so its influence would silently be lost. Make it a "
+                    "torch.nn.Parameter, or freeze it with requires_grad_(False)."
                 )
 
 
@@ -121,7 +121,7 @@ def _name_of(model: Differentiable, tensor: Tensor) -> str:
 
 
 def _draws(train: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each draw two tests, and five training examples that share rows with them where possible.
+    """For each draw two tests, and five training examples that share rows with them if possible.
 
     These include the first test itself, and an example that names a row twice.
     """
@@ -161,7 +161,7 @@ def _disagreements(
         for term in (*mine.terms, *theirs.terms):
             if missing := sorted(set(wanted) - set(term)):
                 raise SlurmGPUError(
-                    f"The model gives no gradients with regard to {missing[0]!r}, so its influence would silently be "
+                    f"The model gives no gradients with respect to {missing[0]!r}, so its influence would silently be "
                     "lost. Leave the parameter out, or give the model a rule for it."
                 )
         found = {name: mine.losses.new_zeros(len(tests), len(others)) for name in wanted}
@@ -179,7 +179,7 @@ def _disagreements(
     wrong = {}
     for name in wanted:
         products, lengths, their_lengths = expected[name]
-        # A gradient that is small beside others may be the rest of a cancelling sum, with its rounding errors.
+        # A gradient much smaller than others may be what remains of a cancelling sum, with its rounding errors.
         mine_scale = lengths.clamp(min=SMALL * lengths.max()).maximum(least)
         their_scale = their_lengths.clamp(min=SMALL * their_lengths.max()).maximum(their_least)
         errors = (found[name] - products).abs() / (mine_scale[:, None] * their_scale).clamp(min=floor)

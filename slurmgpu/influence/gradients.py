@@ -19,7 +19,7 @@ Side = Literal["train", "test"]
 class Gradients:
     """The gradients of n examples' losses.
 
-    `terms` are summed: a triple whose loss covers two queries has two. Each maps parameters to parts.
+    The gradient is the sum of `terms`: a triple whose loss covers two queries has two. Each maps parameters to parts.
     `losses` (n,), and the model's `scores` (n,) of the examples.
     """
 
@@ -79,7 +79,7 @@ class Differentiable(Protocol):
         """The trainable parameters."""
 
     def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
-        """The gradients of examples (n, c) by the `wanted` parameters only; no later call may change them."""
+        """The gradients of examples (n, c) for the `wanted` parameters only; no later call may change them."""
 
     def losses(self, examples: Tensor, side: Side) -> Tensor:
         """The losses (n,) for autograd, to verify `gradients`."""

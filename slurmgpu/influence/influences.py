@@ -51,8 +51,8 @@ class Influences:
     Besides the models, `train` and the results, it uses `memory_bytes`, or what one training and one test example need
     if that is more. One half is for a chunk of b training examples, b · bytes_of_work. Chunks lie on a fixed grid, so
     their gradients can be kept for later calls, in `keep_bytes` more. The other half is for m tests at a time,
-    m · `bytes_of_test`; the training examples stream again past further tests. Weights need three times the largest
-    matrix more.
+    m · `bytes_of_test`; for further tests the training examples are streamed again. Weights need three times the
+    largest matrix in addition.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint], train: Tensor, options: Options) -> None:
@@ -110,7 +110,7 @@ class Influences:
     def of(self, tests: Tensor, allowed: Allowed | None = None) -> Results:
         """The results for the tests (n, c), n > 0; only allowed training examples are listed and counted."""
         tests, wanted = tests.to(self._like.device), self._options.full
-        # A row's scale is known only when it is complete.
+        # A row's scale is only known when the row is complete.
         dtype = "float32" if wanted == "float16" else wanted
         full = np.zeros((len(tests), self._n_train), dtype) if dtype else None
         blocks = [slice(first, first + self.tests_at_once) for first in range(0, len(tests), self.tests_at_once)]

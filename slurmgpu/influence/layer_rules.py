@@ -1,4 +1,4 @@
-"""Rules for the gradients of a layer's parameters, from its inputs and the derivatives by its outputs.
+"""Rules for the gradients of a layer's parameters, from its inputs and the derivatives with respect to its outputs.
 
 A layer is a PyTorch module that processes n examples independently. Dimensions: n examples; t positions per example,
 over which a gradient is a sum; a inputs and b outputs.
@@ -20,7 +20,7 @@ from slurmgpu.influence.table_parts import MATCH_COST, Rows
 
 
 class Call(NamedTuple):
-    """One call of a layer: its input (n, …), and the derivatives of the losses by its output (n, …)."""
+    """One call of a layer: its input (n, …), and the derivatives of the losses with respect to its output (n, …)."""
 
     input: Tensor
     delta: Tensor
@@ -66,7 +66,7 @@ Rule = Callable[[Any, Sequence[Call]], Part]
 
 
 def rule_for(layer: nn.Module, name: str) -> Rule | None:
-    """The rule for a layer's parameter; None if there is none, as in subclasses, which may compute anything."""
+    """The rule for a layer's parameter; None if there is none, or for a subclass, which may compute anything."""
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         return None  # max_norm changes the table, scale_grad_by_freq depends on other examples
     if isinstance(layer, nn.Conv1d | nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):

@@ -1,4 +1,4 @@
-"""The gradients of any module: factored for layers with a rule, one by one for others."""
+"""The gradients of any module: factored for layers with a rule, one by one for other layers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Layered:
         return max(result for _, result in self._measured(side))
 
     def _measured(self, side: Side) -> list[tuple[int, int]]:
-        """The memory of an example, alone and among a few: some work is per batch, some is saved by one alone."""
+        """The memory per example, alone and among a few: some work is per batch, some is not needed for one alone."""
         for n in () if self._n_bytes else (1, len(self._sample)):
             with CountedBytes() as counted:
                 found = self.gradients(self._sample[:n], side, self.parameters_by_name())
@@ -99,16 +99,16 @@ class Layered:
         for layer, noted in calls.items():
             if [call.input.shape for call in noted] != [(n, *shape) for shape in self._shapes[layer]]:
                 raise SlurmGPUError(
-                    f"A layer {layer} of the model is called otherwise for {n} examples than for a few, so its "
-                    "gradients would be wrong. Write `losses` so that it does the same however many examples it gets."
+                    f"The model calls its layer {layer} with other shapes for {n} examples than for a few, so the "
+                    "gradients would be wrong. Write `losses` so that it works alike for any number of examples."
                 )
 
 
 def of_module(module: nn.Module, examples: Tensor) -> Layered:
-    """As `per_example.of_module`, but faster.
+    """Like `per_example.of_module`, but faster.
 
-    Some of the `examples` (n, c), n > 0, show which rules give autograd's gradients. Other gradients are computed one
-    by one, and logged. This needs memory for a few full gradients.
+    Tries on some of the `examples` (n, c), n > 0, which rules give autograd's gradients. Gradients without such a rule
+    are computed one by one, and their parameters are logged. This needs memory for a few full gradients.
     """
     whole = per_example.of_module(module, examples[0])
     owners, reasons = _owners(module, whole.parameters_by_name())
@@ -137,11 +137,11 @@ def _owners(module: nn.Module, parameters: Collection[str]) -> tuple[dict[str, O
         layer = module.get_submodule(name.rpartition(".")[0])
         rule = rule_for(layer, name.rpartition(".")[2])
         if len(names) > 1:
-            reasons[name] = f"the same as {names[1]}"
+            reasons[name] = f"it is the same parameter as {names[1]}"
         elif "_orig_mod" in name.split("."):
-            reasons[name] = "compiled"
+            reasons[name] = "its layer is compiled"
         elif rule is None:
-            reasons[name] = f"there is no rule for it in a {type(layer).__name__}"
+            reasons[name] = f"there is no rule for it in {type(layer).__name__}"
         else:
             owners[name] = Owner(layer, rule)
     return owners, reasons
@@ -154,12 +154,12 @@ def _forward(module: nn.Module, owners: Mapping[str, Owner], examples: Tensor) -
     if losses.shape != (len(examples),):
         raise SlurmGPUError(
             f"The method `losses` of {type(module).__name__} gives a tensor {tuple(losses.shape)} for {len(examples)} "
-            f"examples; expected ({len(examples)},), a loss for each."
+            f"examples; expected ({len(examples)},), one loss for each example."
         )
     if not losses.requires_grad:
         raise SlurmGPUError(
-            f"Autograd finds no parameter on which the losses of {type(module).__name__} depend. Compute them "
-            "without `torch.no_grad()` and `.detach()`."
+            f"For autograd the losses of {type(module).__name__} depend on no parameter. Compute them without "
+            "`torch.no_grad()` and `.detach()`."
         )
     return losses, calls
 
@@ -184,7 +184,7 @@ def _watched(layers: Collection[nn.Module]) -> Iterator[Calls]:
 def _parts_of(
     owners: Mapping[str, Owner], calls: Calls, losses: Tensor, *, retain_graph: bool = False
 ) -> dict[str, Part]:
-    """The owners' gradients, from the derivatives of all losses by all outputs of their layers."""
+    """The owners' gradients, from the derivatives of all losses with respect to all outputs of their layers."""
     layers = _layers(owners)
     noted = [(layer, call) for layer in layers for call in calls[layer]]
     outputs = [call.output for _, call in noted]
@@ -198,7 +198,7 @@ def _parts_of(
 def _derivatives(
     losses: Tensor, inputs: Sequence[Tensor], weights: Tensor, *, retain_graph: bool
 ) -> tuple[Tensor, ...]:
-    """The derivatives of the weighted sum of losses; zeros for independent inputs."""
+    """The derivatives of the weighted sum of losses; zeros for inputs on which it does not depend."""
     return cast(
         tuple[Tensor, ...],
         torch.autograd.grad(
@@ -253,7 +253,7 @@ class _Trial:
             wrong = [error / max(length, SMALL * longest) for error, length in errors]
             tolerance = TOLERANCES.get(self._parameters[name].dtype, 1e-4)
             if not all(error <= tolerance for error in wrong):
-                found[name] = f"its layer alone would be {max(wrong):.1g} off, as if it were also used elsewhere"
+                found[name] = f"the layer's rule would be {max(wrong):.1g} off, as if the layer were not its only use"
         return found
 
     def _misfit(self, layer: nn.Module, calls: list[Noted], n: int) -> str | None:
@@ -261,17 +261,17 @@ class _Trial:
             return "its layer is never called"
         for given, output in calls:
             if not takes(layer, given) or len(given) != n or output.shape[:1] != (n,):
-                return "its layer is not given a row for each example"
+                return "its layer does not get one row for each example"
             if not output.requires_grad:
                 return "its layer is called without autograd"
         shapes = [call.input.shape[1:] for call in calls]
         if self.shapes.setdefault(layer, shapes) != shapes:
-            return "its layer is called otherwise for more examples"
+            return "its layer is called with other shapes for more examples"
         return None
 
 
 def _expect_independent(together: Tensor, alone: Tensor, examples: Tensor) -> None:
-    """SlurmGPUError if a loss depends on the rest of its batch."""
+    """SlurmGPUError if a loss depends on other examples of its batch."""
     difference = (together - alone).abs()
     scale = torch.maximum(together.abs().max(), alone.abs().max())
     wrong = (difference > TOLERANCES.get(together.dtype, 1e-4) * scale).nonzero()[:, 0].tolist()
@@ -279,14 +279,14 @@ def _expect_independent(together: Tensor, alone: Tensor, examples: Tensor) -> No
         i = wrong[0]
         raise SlurmGPUError(
             f"The loss of the example {examples[i].tolist()} is {float(alone[i]):.6g} alone and "
-            f"{float(together[i]):.6g} in a batch of {len(examples)}: it depends on the others, so there is no "
-            "influence of one example. Write `losses` so that each row's loss depends on this row alone, with "
-            "negatives of its own."
+            f"{float(together[i]):.6g} in a batch of {len(examples)}: it depends on the others, so a single example "
+            "has no influence of its own. Write `losses` so that each row's loss depends on this row alone; for "
+            "example, draw negatives for each row."
         )
 
 
 def _say(owners: Mapping[str, Owner], reasons: Mapping[str, str]) -> None:
     if owners:
-        log.info("gradients by the rules of their layers: %s", ", ".join(owners))
+        log.info("gradients computed by layer rules: %s", ", ".join(owners))
     if reasons:
-        log.info("gradients formed one by one: %s", ", ".join(f"{name} ({why})" for name, why in reasons.items()))
+        log.info("gradients computed one by one: %s", ", ".join(f"{name} ({why})" for name, why in reasons.items()))

@@ -1,10 +1,10 @@
 """Factored gradients of many examples, and their dot products without forming any gradient.
 
-A part is the share of one parameter. Its dot products are exact: an example's gradient by a matrix, for instance, is
-an outer product l ⊗ r, and ⟨l ⊗ r, l' ⊗ r'⟩ = (l·l')(r·r').
+A part holds the gradients for one parameter. Its dot products are exact: an example's gradient for a matrix, for
+instance, is an outer product l ⊗ r, and ⟨l ⊗ r, l' ⊗ r'⟩ = (l·l')(r·r').
 
-Dimensions: n examples on the side of the rows ("self"), m on that of the columns ("other"); u and v unique queries,
-which examples may share; d the width of a table; N its rows. `tables` has tables, whose rows examples share.
+Dimensions: n examples are the rows ("self"), m the columns ("other"); u and v are unique queries, which examples may
+share; d is the width of a table, N the number of its rows. `table_parts` has tables, whose rows examples share.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Part(ABC):
     def dots(self, other: Part, weights: Tensor | None = None) -> Tensor:
         """The dot products of equal positions (n,), for two parts of n examples; in float64.
 
-        The square of a gradient of 10⁻²⁰ is none in float32, and a model that is sure of a triple has such gradients.
+        The square of 10⁻²⁰ is 0 in float32, and a model that is sure of a triple has such small gradients.
         """
 
     @abstractmethod
@@ -145,8 +145,8 @@ def row_dots(a: Tensor, a_of: Tensor | None, b: Tensor, b_of: Tensor | None) -> 
 def squares_of(values: Tensor) -> Tensor:
     """The squared length of each row (n,), in float64.
 
-    On a CPU lengths are computed in the dtype of the values where its squares are exact enough, which takes a fifth of
-    the time. To ask a GPU where they are not would take longer: it would have to finish first.
+    On a CPU, lengths whose squares are exact enough are computed in the values' own dtype, in a fifth of the time. On a
+    GPU it takes longer to find out which ones: the CPU would wait for the GPU.
     """
     if values.is_cuda:
         return torch.cat(

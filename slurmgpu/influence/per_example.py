@@ -18,15 +18,15 @@ from slurmgpu.influence.parts import Dense
 Losses = Callable[[Mapping[str, Tensor], Tensor, Side], Tensor]
 """Maps parameters by name, examples (n, c) and the side to losses (n,); none may depend on another example.
 
-It runs under `torch.vmap`: no values can be read (`.item()`, `if` on a tensor); gather instead of indexing by one.
+It runs under `torch.vmap`: it cannot read values (`.item()`, `if` on a tensor); use `gather` to index by a tensor.
 """
 
 
 class PerExample:
     """A Differentiable of a function of parameters; each example has a full gradient.
 
-    `example` (c,) is any valid one, for measuring memory. `scores` takes what `losses` takes; without it, scores are
-    NaN. `module` is for the probe.
+    `example` (c,) is any valid one, for measuring memory. `scores` has the arguments of `losses`; without it, scores
+    are NaN. `module` is for the probe.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class PerExample:
 
 
 def of_module(module: torch.nn.Module, example: Tensor) -> PerExample:
-    """A PerExample of a module with a method `losses(examples (n, c)) -> (n,)`, and possibly `scores` alike.
+    """A PerExample of a module with a method `losses(examples (n, c)) -> (n,)`, and possibly a similar `scores`.
 
     Its groups are its attribute `groups` (parameter → group), or the names of its top-level modules.
     """
@@ -155,7 +155,7 @@ class CountedBytes(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a sentence for failures of torch.vmap."""
+    """The function, with advice added to errors of torch.vmap."""
 
     def call(*args: Any) -> Any:
         try:
@@ -164,9 +164,9 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
             if not any(word in str(error) for word in ("vmap", "Batching rule")):
                 raise
             raise SlurmGPUError(
-                f"The gradients of this model's losses cannot be computed for many examples at once: {error} "
-                "Write its losses without `.item()`, without `if` on a tensor's values and without operations in place "
-                "on what holds no example; gather values where a tensor is indexed by one."
+                f"The gradients of this model's losses cannot be computed for many examples at once: {error} Write "
+                "its losses without `.item()`, without `if` on a tensor's values, and without in-place operations on "
+                "tensors that do not depend on the examples; use `gather` instead of indexing a tensor by a tensor."
             ) from error
 
     return call

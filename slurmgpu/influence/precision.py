@@ -33,7 +33,7 @@ def matmul_precision(value: Literal["ieee", "tf32"]) -> Iterator[None]:
 
 
 def errors(exact: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor]:
-    """The relative error of each row (n, m), and the share of its ten largest values that stay so."""
+    """The relative error of each row (n, m), and the share of its ten largest values that remain among the ten."""
     scale, difference = (values.double().norm(dim=1) for values in (exact, reduced - exact))
     error = (difference / scale.where(scale > 0, 1)).to(exact.dtype)
     n_top = min(10, exact.shape[1])
@@ -64,8 +64,8 @@ def _bf16(a: Tensor, b: Tensor) -> Tensor:
 def _fp16(a: Tensor, b: Tensor) -> Tensor:
     """Scale each row to at most 1 first, so that large rows do not overflow and small ones do not vanish.
 
-    Sums are in float32: in float16, those of more than 65,504 products may overflow. Where float16 does not offer them,
-    use tf32, which has as many bits of mantissa.
+    Sums are in float32: in float16, a sum of more than 65,504 products may overflow. Where PyTorch cannot sum
+    float16 products in float32, the products are tf32's, which has as many bits of mantissa.
     """
     a_largest, b_largest = _largest(a), _largest(b)
     halves = (a / a_largest).half(), (b / b_largest).half()
@@ -87,7 +87,7 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def _set_precision(matmul: str, convolution: str) -> tuple[str, str]:
-    """Set both precisions; the former ones."""
+    """Set both precisions, and return the former ones."""
     of_matmul, of_convolution = torch.backends.cuda.matmul, torch.backends.cudnn
     if hasattr(of_matmul, "fp32_precision"):
         before = of_matmul.fp32_precision, of_convolution.conv.fp32_precision

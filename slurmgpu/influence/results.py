@@ -31,10 +31,10 @@ class Results:
     """The results for n tests. `groups` names the G parameter groups in the order of the shares.
 
     `loss` and `score` (n,) are the last checkpoint's; `self_influence` (n,) is never normalised.
-    The statistics (n,) are of a row's allowed training examples: count, sum, sum of absolute values, standard
-    deviation, and share of positive ones. Without values, also if nothing is streamed, sums are 0 and the other two
+    The statistics (n,) are over a row's allowed training examples: count, sum, sum of absolute values, standard
+    deviation, and share of positive values. If there are no values, or nothing is streamed, sums are 0 and the last two
     NaN. `full` is (n, n_train); in float16 it must be multiplied by `full_scale` (n,).
-    `precision_error` and `top10_overlap` (n,) exist for reduced precisions.
+    Only reduced precisions have `precision_error` and `top10_overlap` (n,).
     `problems` maps rows to what is wrong with them; such rows have no other results.
     """
 

@@ -48,8 +48,8 @@ class Spread:
     def by_powers(self, exponents: Tensor) -> Spread:
         """The gradients times 2^exponents (n,).
 
-        A query's `delta` gets the largest power of its examples, so that its products stay in the dtype's range, and
-        their `scale` the rest.
+        A query's `delta` gets the largest power of its examples, so that its products stay in the dtype's range; the
+        examples' `scale` gets the rest.
         """
         largest = exponents.new_zeros(len(self.delta))
         largest.scatter_reduce_(0, self.of, exponents, "amax", include_self=False)
@@ -68,7 +68,7 @@ class Rows(Part):
     """The gradients of a table (N, d): a few rows of each example, and optionally a spread over all rows.
 
     Example i has `values[i, s]` in row `index[i, s]`: (n, s, d) and (n, s). Values of a repeated row add up. Index -1
-    is no row; its values must be 0.
+    means no row; its values must be 0.
     """
 
     index: Tensor

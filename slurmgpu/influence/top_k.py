@@ -1,4 +1,4 @@
-"""The largest or most negative values of many rows that are added in pieces; exact."""
+"""The largest and the most negative values of many rows, which are added in pieces; exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOM = 3
 
 
 class TopK:
-    """The k most extreme values of one sign in each of n rows so far; ties go to the lowest lines.
+    """The k most extreme values of one sign in each of n rows so far; in a tie, the lowest line wins.
 
     `sign` 1: values above 0, the largest first; -1: values below 0, the most negative first. NaN never counts.
     `n_columns` is the final length of a row.

@@ -18,7 +18,7 @@ MAX_CHUNK = {"cpu": 1024, "cuda": 16384}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model at one time of its training, and the learning rate of that time.
+    """A model at one point of its training, and the learning rate at that point.
 
     `weights`, of each wanted parameter's shape, change the dot product to Σ weights·g·g'.
     """
@@ -56,7 +56,7 @@ class TrainGradients:
         with_squares: bool,
     ) -> None:
         if not len(train):
-            raise SlurmGPUError("There is no training example, so there are no influences.")
+            raise SlurmGPUError("There are no training examples, so there are no influences.")
         self._checkpoints, self._train, self._wanted = checkpoints, train, wanted
         self._with_squares = with_squares
         work = max(checkpoint.model.bytes_of_work("train") for checkpoint in checkpoints)

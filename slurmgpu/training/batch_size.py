@@ -46,19 +46,18 @@ def find_batch_size(
     """The largest batch size at which `fn(batch_size)` fits into memory and leaves the share `margin` free.
 
     `fn` computes a whole step: forward, backward and the optimizer's, whose state needs memory as well. It is tried
-    with `start`, twice that, and so on up to `limit` (default 65,536). After a failure, a half and then a quarter or
-    three quarters of the way back are tried, so that at most a fifth is given away. With `sizes` only those are tried:
-    the same way up, then by bisection.
+    with `start`, twice that, and so on up to `limit` (default 65,536). After a failure it tries the middle between the
+    last two sizes, then the middle of one half, so that at most a fifth is lost. With `sizes` it tries only those:
+    doubling in the same way, then by bisection.
 
     `device` defaults to the current GPU, if there is one. On a CPU, allocations beyond the available memory fail while
-    `fn` runs, so that nothing gets killed. Random number generators are restored, and PyTorch's peak memory statistics
-    of the GPU are reset.
+    `fn` runs, so that Linux kills nothing. Random number generators are restored; PyTorch's peak memory statistics of
+    the GPU are reset.
 
     If several processes search together, `agree(fitted)` returns whether all of them fitted.
 
-    Raises MemoryError if the smallest size does not fit; if only its margin is missing, it is returned with a warning.
-    ValueError if there is no size to try.
-    Other exceptions of `fn` pass through.
+    Raises MemoryError if the smallest size does not fit; if only the margin is missing, that size is returned, with a
+    warning. ValueError if there is no size to try. Other exceptions of `fn` pass through.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     allowed: Sequence[int] = range(1, (LIMIT if limit is None else limit) + 1)
@@ -161,7 +160,7 @@ class _Tries:
             log.warning("A batch size of %d leaves less than %.0f %% of the memory free.", size, 100 * self.margin)
             return size, size
         raise (OutOfMemoryError if self.device.type == "cuda" else MemoryError)(
-            f"No batch size fits: memory was short at {size}, the smallest: {self.error or 'in another process'}"
+            f"No batch size fits: out of memory at the smallest, {size}: {self.error or 'in another process'}"
         )
 
     def _fits(self, size: int) -> bool:

@@ -20,7 +20,7 @@ from slurmgpu.training.settings import TrainingSettings
 
 
 class Position(NamedTuple):
-    """The progress of a training: whole epochs, and samples of the present one."""
+    """The progress of a training: whole epochs, and samples of the current one."""
 
     epoch: int = 0
     sample: int = 0
@@ -33,8 +33,8 @@ START = Position()
 class MicroBatch:
     """One forward and backward pass of one process: `size` samples of an epoch, from `first` on.
 
-    `weight` is the weight of their mean loss in the step. It is 0 if nothing was left for this process: it then repeats
-    another's samples, since the others wait for it.
+    `weight` is the weight of their mean loss in the step. If no samples are left for this process, it is 0: the process
+    repeats another's samples, since the others wait for it.
     """
 
     first: int
@@ -49,7 +49,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of one process; `after` is the position behind it."""
+    """One optimizer step of one process; `after` is the position after it."""
 
     epoch: int
     n: int
@@ -140,8 +140,8 @@ def plan_steps(n_samples: int, batch_size: int, settings: TrainingSettings, plac
     )
     if not step_plan.epoch_size:
         raise SlurmGPUError(
-            f"the {n_samples} training samples make no step of {step_size}, and drop_last drops incomplete ones: "
-            "use a smaller batch_size, or drop_last = false."
+            f"the {n_samples} training samples do not fill a step of {step_size}, and drop_last = true drops "
+            "incomplete steps: use a smaller batch_size, or drop_last = false."
         )
     return step_plan
 

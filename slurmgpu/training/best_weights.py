@@ -24,8 +24,8 @@ class BestWeights:
     """The weights of the best evaluation, which become `best.pt` at the end.
 
     Writing them at each improvement could cost more than a short training. So they are copied to rank 0's memory, which
-    must have room for a second model, and written as `best-<step>.pt` with the next checkpoint. Those of a sharded
-    model, which may not fit, are written at once.
+    must have room for a second model, and written as `best-<step>.pt` with the next checkpoint. A sharded model may not
+    fit there: its weights are written at once.
     """
 
     def __init__(self, folder: Path, place: Place, strategy: Strategy) -> None:
@@ -90,12 +90,12 @@ class BestWeights:
     def _find(self) -> Path | None:
         if self._written is None:
             return None
-        # An attempt that died at its very end has already renamed it.
+        # An attempt that died at the very end may have renamed it already.
         for path in (self._path(), self._folder / "best.pt"):
             if path.exists() and (self._is_whole or checksum_of(path) == self._written):
                 self._is_whole = True
                 return path
-        log.warning("%s is damaged: only the last weights are kept", self._path())
+        log.warning("%s is damaged: keeping only the last weights", self._path())
         return None
 
     def _keep(self, first: int, last: int | None = None) -> None:
@@ -111,7 +111,7 @@ class BestWeights:
 
 
 def _copied(weights: dict[str, Any]) -> dict[str, Any]:
-    """Copies of tensors, also sparse ones, which `copy.deepcopy` refuses; one that has two names stays one."""
+    """Copies of tensors, also sparse ones, which `copy.deepcopy` refuses; a tensor with two names is copied once."""
     copies: dict[int, torch.Tensor] = {}
     for value in weights.values():
         if isinstance(value, torch.Tensor) and id(value) not in copies:

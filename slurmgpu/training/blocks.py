@@ -40,7 +40,7 @@ def checkpoint_blocks(user: Any, model: nn.Module) -> None:
     if not blocks:
         raise SlurmGPUError(
             f"gradient_checkpointing: {type(model).__name__} has no ModuleList and no Sequential. "
-            f"Give {type(user).__name__} a method blocks(model) that returns the modules to compute again."
+            f"Give {type(user).__name__} a method blocks(model) that returns the modules to recompute."
         )
     for block in blocks:
         block.forward = functools.partial(_forward, block, block.forward)

@@ -61,8 +61,8 @@ def write_state(path: Path, state: Mapping[str, Any]) -> Checksum:
 def read_state(path: Path) -> dict[str, Any]:
     """A state of `write_state`, its tensors on the CPU.
 
-    Large ones are pages of the file, shared by the processes of a machine: copy them and drop them. The file may be
-    removed meanwhile, except by another machine on NFS: reading more pages then ends the process with SIGBUS.
+    Large tensors are pages of the file, shared by the processes of a machine: copy them, then drop them. The file may
+    be removed before that, but not by another machine on NFS: then reading more pages ends the process with SIGBUS.
     """
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return {name: _mapped(value, _off_the_file) for name, value in state.items()}
@@ -74,7 +74,7 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> Checksum:
     try:
         written = _write_whole(path, weights)
     except FileNotFoundError:
-        log.warning("%s is written again: another process of the same training removed its partial file", path)
+        log.warning("writing %s again: another process of the same training removed its partial file", path)
         written = _write_whole(path, weights)
     fsync_dir(path.parent)
     return written
@@ -92,7 +92,7 @@ def _write_whole(path: Path, state: Mapping[str, Any]) -> Checksum:
 
 
 class CheckpointMismatchError(SlurmGPUError):
-    """A checkpoint does not fit what the training class makes; `advice` is what to do if its code is the same."""
+    """A checkpoint does not fit what the training class makes; `advice` is for the case that its code is unchanged."""
 
     def __init__(self, message: str, advice: str) -> None:
         super().__init__(message)
@@ -102,7 +102,7 @@ class CheckpointMismatchError(SlurmGPUError):
 def mismatch_error(error: BaseException) -> CheckpointMismatchError:
     """The error for a checkpoint that does not fit the model."""
     return CheckpointMismatchError(
-        "the checkpoint is of another model or optimizer than the training class makes now: "
+        "the checkpoint does not fit the model or optimizer that the training class makes now: "
         f"{' '.join(message_of(error).split())}",
         "Submit the changed class as a new run.",
     )
@@ -130,7 +130,7 @@ def probe(folder: Path) -> None:
 
 
 class _ChecksumStream:
-    """A file that sums what is written, and keeps the first error."""
+    """A file that computes the CRC of what is written, and keeps the first error."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -160,7 +160,7 @@ def _check_plain(state: Mapping[str, Any]) -> None:
         lines = [line.strip() for line in without_escapes(message_of(error)).splitlines() if line.strip()]
         reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), (lines or [""])[0])
         raise SlurmGPUError(
-            "the training's state cannot be kept in a checkpoint, which supports tensors, numbers, strings, lists and "
+            "the training's state cannot be saved in a checkpoint, which supports tensors, numbers, strings, lists and "
             f"dicts: {reason} Check the state_dict() of your optimizer, scheduler and model."
         ) from error
 
@@ -181,7 +181,7 @@ def _plain(value: Any) -> Any:
 def _off_the_file(value: Any) -> Any:
     """Copies of small tensors; kept ones would hold the file open.
 
-    Sparse ones are copied, too: their bytes are those of several tensors, which `nbytes` does not know of all layouts.
+    Sparse ones are copied, too: `nbytes` does not know their size in all layouts.
     """
     if not isinstance(value, torch.Tensor):
         return value

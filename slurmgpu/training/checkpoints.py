@@ -43,8 +43,8 @@ class DamagedError(Exception):
 class Checkpoints:
     """The checkpoints of one training in `folder`. All ranks call every method but `steps` together.
 
-    Two processes may write there at once, if one took over from another that was thought dead: each uses unique partial
-    names, and an existing step is kept, since it is the same.
+    Two processes may write there at once, if one took over from another that seemed dead: each uses unique partial
+    names. An existing step is kept, since both would write the same.
     """
 
     folder: Path
@@ -89,13 +89,13 @@ class Checkpoints:
             if still_there or not isinstance(error, FileNotFoundError):
                 raise
             if self.place.is_rank_zero:
-                log.warning("checkpoint of step %d not kept: another process of the same training removed it", step)
+                log.warning("checkpoint of step %d lost: another process of the same training removed it", step)
 
     def last(self) -> Checkpoint | None:
         """The newest intact checkpoint, the same on all ranks; None if there is none.
 
-        Newer damaged ones are renamed (`step-….damaged`) with a warning. Unreadable ones are left alone; if there is no
-        other, this is an OSError, since they may be readable tomorrow. Leftovers of dead writers are removed.
+        Newer damaged ones are renamed (`step-….damaged`) with a warning. Unreadable ones are left alone, since they may
+        be readable later; if there is no other, this is an OSError. Leftovers of dead writers are removed.
         """
         on_rank_zero(self.place, self._remove_leftovers)
         passed: set[int] = set()
@@ -103,7 +103,7 @@ class Checkpoints:
         while (step := on_rank_zero(self.place, lambda: max(set(self.steps()) - passed, default=None))) is not None:
             checkpoint = Checkpoint(self._path(step), step, 0, self.place)
             found = on_all_ranks(self.place, checkpoint.verify)
-            # One complaint, preferably of damage.
+            # Report one problem, damage first.
             _, complaint, is_damaged = max(found, key=lambda each: (each[2], each[1] != ""))
             if not complaint:
                 return Checkpoint(checkpoint.path, step, found[0][0], self.place)
@@ -114,9 +114,9 @@ class Checkpoints:
             passed.add(step)
             unreadable = unreadable if is_damaged else complaint
         if unreadable:
-            raise OSError(errno.EIO, f"no checkpoint in {self.folder} can be read: {unreadable}")
+            raise OSError(errno.EIO, f"cannot read any checkpoint in {self.folder}: {unreadable}")
         if passed and self.place.is_rank_zero:
-            log.warning("no checkpoint in %s is intact: the training starts again", self.folder)
+            log.warning("no checkpoint in %s is intact: training from the start", self.folder)
         return None
 
     def steps(self) -> list[int]:
@@ -168,8 +168,8 @@ class Checkpoints:
     def _remove_leftovers(self) -> None:
         """Remove leftovers of dead writers.
 
-        Whether a writer on another machine lives is unknown. But this process holds the right to write here, and a
-        process that lost it expects that its folder may vanish.
+        A writer on another machine may still run. But this process holds the right to write here, and a process that
+        lost that right expects that its folder may vanish.
         """
         for path in self.folder.glob(f"step-*{REPLACED}"):
             _restore_or_remove(path)
@@ -210,7 +210,7 @@ class Checkpoint:
         sharded_states.read(self.path / SHARDED, into)
 
     def verify(self) -> tuple[int, str, bool]:
-        """The number of ranks that wrote it, a complaint or "", and whether that is damage.
+        """The number of ranks that wrote it, a problem or "", and whether that problem is damage.
 
         Each rank checks its share of the files, so that all ranks together check every file once.
         """

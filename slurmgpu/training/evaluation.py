@@ -48,7 +48,7 @@ class Evaluator:
         self._loader = BatchLoader(dataset, self._sampler, settings, strategy.device)
         self._loss_weights = loss_weights
         self._names: list[str] = []  # equal on all ranks, whose sums are added in this order
-        self._problem = ""  # a complaint about this rank's metrics
+        self._problem = ""  # what is wrong with this rank's metrics
         self._of_batches: set[str] = set()  # metrics with one number for each batch
         self._warned: set[str] = set()
 
@@ -102,8 +102,8 @@ class Evaluator:
             if n and n_values not in (1, n):
                 self._problem = self._problem or (
                     f"metrics() gave {name!r} as a tensor of {n_values:,} values for a batch of {n:,} samples; "
-                    "expected one value for each sample, or one for the batch: give the mean over what belongs to each "
-                    "sample"
+                    "expected one value for each sample, or one for the batch: return the mean over what belongs to "
+                    "each sample"
                 )
             is_one = n_values == 1 and (n > 1 or getattr(value, "ndim", 0) == 0 or name in self._of_batches)
             if is_one and n > 1:
@@ -136,7 +136,7 @@ class Evaluator:
         for name, value in means.items():
             if math.isnan(value) and name not in self._warned and self._place.is_rank_zero:
                 self._warned.add(name)
-                log.warning("%s is NaN: such an evaluation is never the best one", name)
+                log.warning("%s is NaN: an evaluation with NaN is never the best one", name)
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:

@@ -102,6 +102,6 @@ def _mean(before: tuple[int, float], now: tuple[int, float], step: int) -> float
     mean = (now[1] - before[1]) / n if n else 0.0
     if not math.isfinite(mean):
         raise ItemError(
-            f"the loss is {mean} at step {step:,}: take a smaller learning rate, a warm-up, clip, or another precision"
+            f"the loss is {mean} at step {step:,}: try a smaller learning rate, a warm-up, clip, or another precision"
         )
     return mean if n else math.nan

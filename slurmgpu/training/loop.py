@@ -45,9 +45,9 @@ MOST_POINTS = 500
 
 @dataclass(frozen=True)
 class Version:
-    """The digest of the training class's code, None for any, and whether the training replaces what ended before.
+    """The digest of the training class's code (None: any), and whether the training replaces one that has ended.
 
-    A checkpoint of other code is then not used. Another training, which was interrupted, goes on from it.
+    If it does, a checkpoint by other code is not used. An interrupted training continues from such a checkpoint.
     """
 
     code: str | None = None
@@ -153,7 +153,7 @@ class Training:
             states.seed_everything(derive_seed(self._seed, progress.step, place.rank))
 
     def _checkpoint_to_resume(self, checkpoints: Checkpoints) -> tuple[Checkpoint | None, dict[str, Any]]:
-        """The checkpoint to go on from, and what it has in `shared`; None and {} to begin."""
+        """The checkpoint to continue from, and its `shared` state; None and {} to train from the start."""
         checkpoint, version = checkpoints.last(), self._version
         if checkpoint is None:
             return None, {}
@@ -163,16 +163,16 @@ class Training:
             return checkpoint, found
         if version.is_again:
             if self._place.is_rank_zero:
-                log.info("begins from the start: the checkpoint is by code %s, and the code is %s now", *codes)
+                log.info("training from the start: the checkpoint was made by code %s, the code is %s now", *codes)
             checkpoints.clear()
             return None, {}
         if self._place.is_rank_zero:
-            log.warning("goes on with changed code: the checkpoint is by code %s, and the code is %s now", *codes)
+            log.warning("continuing with changed code: the checkpoint was made by code %s, the code is %s now", *codes)
         return checkpoint, found
 
     @contextmanager
     def _with_advice(self, found: Mapping[str, Any]) -> Iterator[None]:
-        """Add to the error for a checkpoint that does not fit the class what to do."""
+        """Add advice to the error for a checkpoint that does not fit the class."""
         try:
             yield
         except CheckpointMismatchError as error:
@@ -180,8 +180,9 @@ class Training:
             advice = error.advice
             if former not in (None, self._version.code):
                 advice = (
-                    f"The checkpoint is by code {former}, which goes on with `slurmgpu resubmit --failed --code "
-                    f"{former}`; `slurmgpu resubmit --failed` trains from the start with the changed code."
+                    f"The checkpoint was made by code {former}. To continue with that code: `slurmgpu resubmit "
+                    f"--failed --code {former}`. To train from the start with the changed code: `slurmgpu resubmit "
+                    "--failed`."
                 )
             raise SlurmGPUError(f"{error} {advice}") from error
 

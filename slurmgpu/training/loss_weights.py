@@ -15,7 +15,7 @@ from slurmgpu.training.user_methods import optional_method
 
 
 class LossWeights:
-    """Calls `user.weight(batch)`, if it exists: the number, such as of tokens, that the batch's loss is a mean over.
+    """Calls `user.weight(batch)`, if it exists: the number of tokens or other units that the batch's loss averages.
 
     Falsy without this method: batches then weigh as much as they have samples.
     """
@@ -24,7 +24,7 @@ class LossWeights:
         self._weight = optional_method(user, "weight")
         self._place, self._device = place, device
         self.problem = ""
-        """A complaint about a weight of this process, which counts as NaN until all processes synchronise."""
+        """What is wrong with a weight of this process, which counts as NaN until all processes synchronise."""
 
     def __bool__(self) -> bool:
         return self._weight is not None
@@ -40,16 +40,16 @@ class LossWeights:
         if math.isfinite(found) and found > 0:
             return found
         self.problem = self.problem or (
-            f"weight(batch) gave {_describe(given)}; expected a positive finite number: over how many tokens, "
+            f"weight(batch) gave {_describe(given)}; expected a positive finite number: the number of tokens, "
             "or other units, the loss of the batch is a mean"
         )
         return math.nan
 
     def factors(self, step: Step, batches: Sequence[Any]) -> list[Any]:
-        """The factors of the losses of a step's micro-batches that make gradients those of the step's mean.
+        """The factors for the losses of a step's micro-batches that make gradients those of the step's mean loss.
 
-        Their sum over all processes is the number of processes, since gradients are averaged over these. On several
-        GPUs they are tensors, to avoid waiting for the device. Called by all processes.
+        Over all processes the factors add up to the number of processes, since gradients are averaged over processes.
+        On several GPUs they are tensors, to avoid waiting for the device. Called by all processes.
         """
         weights = [
             self.weigh(batch) if each.weight else 0.0 for each, batch in zip(step.micro_batches, batches, strict=True)

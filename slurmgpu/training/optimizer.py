@@ -18,9 +18,9 @@ from slurmgpu.training.user_methods import optional_method
 class Stepper:
     """The optimizer of a training, and how it steps.
 
-    The learning rate depends on the finished share of the training, so it is right on another number of processes too.
+    The learning rate depends on the finished share of the training, so it is right for any number of processes.
     `user.scheduler(optimizer, n_steps)` replaces it: it counts steps of the size in `first`, the plan of the first
-    attempt, and is stepped once for each of these that is done. Steps of warm-up are of that size, too.
+    attempt, and is stepped once for each such step. Warm-up steps have that size, too.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Stepper:
         if make_scheduler and not (hasattr(self._scheduler, "step") and hasattr(self._scheduler, "state_dict")):
             raise SlurmGPUError(
                 f"{type(user).__name__}.scheduler(optimizer, n_steps) gave a {type(self._scheduler).__name__}; "
-                "expected one of torch.optim.lr_scheduler. For a constant learning rate leave the method out."
+                "expected one of torch.optim.lr_scheduler. For a constant learning rate, leave the method out."
             )
         self._waits = isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._initial = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -108,7 +108,7 @@ def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> t
 
 
 def can_be_fused(model: nn.Module) -> bool:
-    """Whether a fused optimizer takes the model: PyTorch's take neither complex parameters nor sparse gradients."""
+    """Whether a fused optimizer supports the model: PyTorch's support no complex parameters and no sparse gradients."""
     has_sparse = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse for each in model.modules())
     return not has_sparse and all(each.is_floating_point() for each in model.parameters() if each.requires_grad)
 
@@ -123,8 +123,8 @@ def lr_factor(
 ) -> float:
     """The learning rate at a position as a share of `largest`.
 
-    It rises during warm-up, from 0 one step before the first, then falls to min_lr at the end. The steps of the warm-up
-    are those of `first`.
+    It rises during warm-up, from 0 one step before the first, then falls to min_lr at the end. Warm-up steps have the
+    size of those in `first`.
     """
     share, step = step_plan.share_done(at, done), first.share_of(1)
     warmup = first.share_of(settings.warmup_steps) if settings.warmup_steps else settings.warmup_ratio

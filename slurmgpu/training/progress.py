@@ -24,7 +24,7 @@ class Progress:
     step: int = 0
     epoch: int = 0
     sample: int = 0
-    """Samples of the present epoch."""
+    """Samples of the current epoch."""
     samples: int = 0
     evaluated: int = 0
     """The step of the last evaluation."""
@@ -59,7 +59,7 @@ class ProgressReporter:
         self.restart_clock()
 
     def resumed(self) -> None:
-        """Report a resumption; `read` logs the whole curve again, as the attempt before may have died before it did."""
+        """Report a resumption; `read` then logs the whole curve: the previous attempt may have died before it did."""
         self._furthest = self._progress.step
         self._log_evaluation()
         if self._place.is_rank_zero:
@@ -82,7 +82,7 @@ class ProgressReporter:
             log.info("%s: %s", self._progress.tell(self._n_epochs), found)
 
     def tested(self, found: Mapping[str, float]) -> None:
-        """Log what the test split gave."""
+        """Log the results of the test split."""
         if self._place.is_rank_zero and found:
             self._place.log(self._progress.step, **found)
 

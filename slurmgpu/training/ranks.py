@@ -22,9 +22,9 @@ KINDS: dict[str, type[Exception]] = {"ItemError": ItemError, "SlurmGPUError": Sl
 class Place:
     """One process of a training: its device, and its rank as torchrun counts.
 
-    On rank 0, `stopping()` is true when the training is to save a checkpoint and end. `progress(text)` reports saved
-    progress beyond all earlier attempts: a process that dies later has died of something new. `tell(text)` reports the
-    present state every few seconds, saved or not. `log(step, **values)` logs numbers of a step.
+    On rank 0, `stopping()` is true when the training must save a checkpoint and end. `progress(text)` reports saved
+    progress beyond all earlier attempts: if the process dies later, the cause is new. `tell(text)` reports the current
+    state every few seconds, saved or not. `log(step, **values)` logs numbers of a step.
     """
 
     device: str = "cpu"

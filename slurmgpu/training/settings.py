@@ -26,12 +26,12 @@ class TrainingSettings:
 
     # The batch
     batch_size: int | Literal["auto"] = 32
-    """Samples per forward pass of one process; "auto": the most that fit and divide its share of a step."""
+    """Samples per forward pass of one process; "auto": the largest number that fits and divides its share of a step."""
     global_batch_size: int | None = None
     """Samples per step over all processes; replaces accumulation."""
     accumulation: int = 1
     drop_last: bool = False
-    """Drop samples at an epoch's end that make no whole step."""
+    """Drop samples at an epoch's end that do not fill a step."""
 
     # The optimizer; replaced by the class's own methods `optimizer` and `scheduler`
     optimizer: Optimizer = "adamw"
@@ -79,17 +79,17 @@ class TrainingSettings:
     # The loader
     num_workers: int = 0
     pin_memory: bool | None = None
-    """None: for GPUs."""
+    """None: on GPUs."""
     prefetch_factor: int | None = None
 
     seed: int | None = None
-    """None: the item's own, from the run's seed and its index."""
+    """None: derived from the run's seed and the item's index."""
     checkpoint_s: float | None = None
     """Seconds between checkpoints; None: 600 s or more, so that they cost at most 1 %. At an epoch's end one is saved
     if that costs at most 0.5 %."""
     keep_checkpoints: int = 2
     keep_best: bool = True
-    """Keep the best weights beside the last ones; they need memory on rank 0's host."""
+    """Keep the best weights besides the last ones; they need memory on rank 0's host."""
 
 
 LESS = re.compile(r".*loss|error|err|perplexity|ppl|mse|rmse|mae|mape|nll|ce|kl|wer|cer|eer|fid|bpb|bpc")

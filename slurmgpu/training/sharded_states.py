@@ -60,7 +60,7 @@ def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Checks
 
 
 def read(folder: Path, into: dict[str, Any]) -> None:
-    """Fill a `state` in place, called by all ranks; SlurmGPUError if it is of another model. Unwritten moments stay."""
+    """Fill a `state` in place, called by all ranks; SlurmGPUError if it does not fit. Moments not on disk stay."""
     reader = dcp.FileSystemReader(folder)
     known = reader.read_metadata().state_dict_metadata
     missing = [name for name in into["model"] if not any(key.startswith(f"model.{name}") for key in known)]
@@ -77,7 +77,7 @@ def read(folder: Path, into: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _alone_or_not() -> Iterator[None]:
-    """Suppress the warning that a process without a group acts alone."""
+    """Suppress PyTorch's warning that a process without a group acts alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

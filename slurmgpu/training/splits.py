@@ -58,8 +58,8 @@ def _advice(samples: Any) -> str:
 class Splits:
     """The training class's data for each split; `sizes` are the numbers of samples, -1 for a missing split.
 
-    Random numbers are seeded alike at each call of `data(split)`, so that random splits are the same on each rank, in
-    each attempt, and for "train" as for "val".
+    Random numbers are seeded with the same value at each call of `data(split)`, so that a random split is the same on
+    each rank, in each attempt, and for "train" and "val".
     """
 
     def __init__(self, user: Any, seed: int, place: Place) -> None:

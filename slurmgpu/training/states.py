@@ -85,7 +85,7 @@ def model_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: 
 def load_model_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, sharded: bool
 ) -> None:
-    """Restore a state of `model_state`; SlurmGPUError if it is of another model or optimizer."""
+    """Restore a state of `model_state`; SlurmGPUError if it does not fit the model or optimizer."""
     if sharded:
         from slurmgpu.training import sharded_states
 
@@ -114,7 +114,7 @@ def load_buffers(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def own_buffers(model: nn.Module) -> None:
-    """Give each value of an expanded buffer memory of its own, as moving it to a GPU does.
+    """Give each value of an expanded buffer its own memory, as moving it to a GPU does.
 
     PyTorch refuses to load or to broadcast into memory that several values share.
     """
@@ -127,7 +127,7 @@ def own_buffers(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore this rank's buffers afterwards."""
+    """A context that restores this rank's buffers at its end."""
     kept = {name: each.clone() for name, each in buffers(model).items()}
     try:
         yield
@@ -149,7 +149,7 @@ def share_buffers(model: nn.Module) -> None:
 def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
     """Unsharded parameters and buffers on the CPU by the user's names; {} on other ranks than 0.
 
-    Called by all ranks. A CPU model's own tensors are returned: write them before training goes on.
+    Called by all ranks. For a model on the CPU these are its own tensors: write them before training continues.
     """
     if sharded:
         from slurmgpu.training import sharded_states
@@ -175,7 +175,7 @@ def _repeats(tensor: torch.Tensor) -> list[int]:
 
 
 def _once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor in which the memory of `like`, of the same shape, comes once."""
+    """The part of a tensor that has each memory location of `like`, of the same shape, once."""
     for dim in _repeats(like):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor

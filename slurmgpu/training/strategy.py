@@ -48,13 +48,13 @@ class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
                 if "Expected more than 1 value per channel" not in str(error):
                     raise
                 raise ItemError(
-                    f"{error}: batch normalisation cannot train on one sample. Where one is left at an epoch's end, "
-                    "set drop_last = true, or another batch_size"
+                    f"{error}: batch normalisation cannot train on one sample. If one sample is left at an epoch's "
+                    "end, set drop_last = true, or change batch_size"
                 ) from error
             if not (isinstance(loss, torch.Tensor) and loss.dim() == 0 and (loss.requires_grad or measure)):
                 raise SlurmGPUError(
-                    f"loss(model, batch) gave {_describe(loss)}; expected a tensor without dimensions, computed by the "
-                    "model: the mean of the loss over the batch's samples."
+                    f"loss(model, batch) gave {_describe(loss)}; expected a 0-dimensional tensor that depends on the "
+                    "model's parameters: the mean loss over the batch's samples."
                 )
             if not measure:
                 return loss
@@ -63,7 +63,7 @@ class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
             raise ItemError(f"metrics(model, batch) gave {_describe(metrics)}; expected a dict")
         if "loss" in metrics:
             raise ItemError(
-                "metrics(model, batch) gave 'loss', the name of the result of loss(model, batch): rename it"
+                "metrics(model, batch) gave 'loss', the name that loss(model, batch) has in the results: rename it"
             )
         return {"loss": loss, **metrics}
 
@@ -99,7 +99,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
-        """Around the passes of a micro-batch; gradients are summed over processes at the last one of a step."""
+        """A context for the passes of a micro-batch; the last one of a step sums gradients over processes."""
         if isinstance(self.forward, DistributedDataParallel) and not last:
             with self.forward.no_sync():
                 yield
@@ -121,7 +121,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def without_side_effects(self) -> Iterator[None]:
-        """Around passes that must leave no trace in gradients, statistics and random numbers."""
+        """A context for passes that leave gradients, running statistics and random numbers unchanged."""
         random = random_state(self.device)
         try:
             with restored_buffers(self.model):
@@ -173,7 +173,7 @@ def init_process_group(place: Place) -> None:
     device = device_of(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # PyTorch looks at it once, in the first product of the process (Context::alertCuBLASConfigNotDeterministic):
+        # PyTorch reads it once, at the process's first matrix product (Context::alertCuBLASConfigNotDeterministic):
         # after a training without `deterministic`, or a product in the class's __init__, it would be too late.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if place.world_size > 1 and not distributed.is_initialized():
@@ -256,18 +256,18 @@ def _describe(loss: Any) -> str:
 
 def _check(settings: TrainingSettings, place: Place, sharded: bool) -> None:
     if settings.sync_batchnorm and place.world_size > 1 and torch.device(place.device).type != "cuda":
-        raise SlurmGPUError("sync_batchnorm: PyTorch supports it only on GPUs; leave it out on CPUs.")
+        raise SlurmGPUError("sync_batchnorm works only on GPUs in PyTorch: leave it out on CPUs.")
     if settings.strategy == "fsdp" and not sharded:
-        log.info('strategy "fsdp" has no effect on one process')
+        log.info('strategy = "fsdp" has no effect on one process')
 
 
 def _check_buffers(model: nn.Module, place: Place) -> None:
-    """Refuse sparse buffers on several processes: PyTorch's collectives, which DDP shares buffers by, lack them."""
+    """Refuse sparse buffers on several processes: PyTorch's collectives, which share buffers, do not support them."""
     for name, buffer in model.named_buffers():
         if place.world_size > 1 and buffer.layout != torch.strided:
             raise SlurmGPUError(
-                f"the model's buffer {name!r} is sparse, and DDP and FSDP share no sparse ones: train on one process, "
-                "or keep its indices and values as two buffers, and make the sparse tensor of them in forward()."
+                f"the model's buffer {name!r} is sparse, and DDP and FSDP cannot share sparse buffers: train on one "
+                "process, or keep indices and values as two buffers and build the sparse tensor in forward()."
             )
 
 
@@ -281,7 +281,8 @@ def _check_gloo(place: Place) -> None:
         scatter(torch.zeros(1), torch.zeros(place.world_size))
     except RuntimeError as error:
         raise SlurmGPUError(
-            f'strategy "fsdp": gloo of torch {torch.__version__} lacks it on CPUs; use "ddp", or a newer torch.'
+            f'strategy = "fsdp" does not work on CPUs with torch {torch.__version__}, whose gloo lacks reduce-scatter: '
+            'use strategy = "ddp", or a newer torch.'
         ) from error
 
 

@@ -32,7 +32,7 @@ class Decision(NamedTuple):
 class SyncSchedule:
     """Schedules synchronisations every so many steps or batches, about SYNC_S apart; all ranks count alike.
 
-    Until there is a checkpoint, what one at the end of an epoch costs is estimated from the number of parameters.
+    Until there is a checkpoint, the cost of one at the end of an epoch is estimated from the number of parameters.
     """
 
     def __init__(self, settings: TrainingSettings, place: Place, n_parameters: int) -> None:
@@ -45,7 +45,7 @@ class SyncSchedule:
         self._cost_s = 0.0
 
     def due(self, *, evaluating: bool = False) -> bool:
-        """Count a step, or a batch of an evaluation; whether it is time to synchronise."""
+        """Count a step, or a batch of an evaluation; return whether it is time to synchronise."""
         interval = self._batches if evaluating else self._steps
         interval.count += 1
         return interval.count >= interval.every

@@ -32,11 +32,11 @@ class Rates:
     wall_s: float
     """From the end of the warm-up to that of the last step, without `pause()`."""
     data_s: float
-    """Waiting for batches, as far as it delayed the device."""
+    """Waiting for batches, if it delayed the device."""
     compute_s: float
     """In steps, without data_s, and without communication_s if known."""
     communication_s: float
-    """DDP's waiting for gradients of other processes; NaN for FSDP."""
+    """The time that DDP waits for gradients of other processes; NaN for FSDP."""
     samples_per_s: float
     tokens_per_s: float
     flops_per_s: float
@@ -53,7 +53,7 @@ def throughput(
 ) -> Throughput:
     """A meter for a loop that trains `model`; the loop marks its parts with `data()` and `step()`.
 
-    A DistributedDataParallel `model` reports its waiting. `device` defaults to the model's. `precision` is "fp32",
+    A DistributedDataParallel `model` tells how long it waits. `device` defaults to the model's. `precision` is "fp32",
     "tf32", "bf16" or "fp16", for `mfu`; SlurmGPUError for another. The first `warmup` steps, which compile, choose
     kernels and allocate, are left out.
     """
@@ -79,13 +79,13 @@ class Throughput:
         self._step, self._before, self._within = (_Part(device.type == "cuda") for _ in range(3))
 
     def data(self) -> AbstractContextManager[object]:
-        """Around reading a batch, before or within a step, and around its copy to the device."""
+        """A context for reading a batch, before or within a step, and for its copy to the device."""
         self._start()
         return self._within if self._in_step else self._before
 
     @contextmanager
     def step(self, *, samples: int = 0, tokens: int = 0, flops: float = 0.0) -> Iterator[None]:
-        """Around an optimizer step, with this process's counts; `flops` without recomputation by checkpointing."""
+        """A context for an optimizer step, with this process's counts; `flops` excludes recomputed activations."""
         self._start()
         self.count(samples=samples, tokens=tokens, flops=flops)
         self._in_step, whole = True, False
@@ -97,14 +97,14 @@ class Throughput:
             self._end_step(whole=whole)
 
     def count(self, *, samples: int = 0, tokens: int = 0, flops: float = 0.0) -> None:
-        """Add to the counts of the present step."""
+        """Add to the counts of the current step."""
         self._own.samples += samples
         self._own.tokens += tokens
         self._own.flops += flops
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around other work, such as an evaluation or a checkpoint; waits for the GPU once."""
+        """A context for other work, such as an evaluation or a checkpoint; waits for the GPU once."""
         self._settle()
         self._lap()
         try:
@@ -114,7 +114,7 @@ class Throughput:
                 self._since = time.perf_counter()
 
     def summary(self, *, together: bool = False) -> Rates:
-        """The rates so far, of this process; if `together`, those of all processes, which all call this."""
+        """The rates so far, of this process; with `together`, of all processes, which all must call it."""
         total = self._total(together)
         waited = total.waited_s / total.n_waited * total.steps if total.n_waited else math.nan
         return Rates(
@@ -132,7 +132,7 @@ class Throughput:
         )
 
     def state(self, *, together: bool = False) -> dict[str, float]:
-        """The state for a checkpoint, of this process; if `together`, that of all processes, as in `summary`."""
+        """The state for a checkpoint, of this process; with `together`, of all processes, as in `summary`."""
         return dict(vars(self._total(together)))
 
     def load(self, state: Mapping[str, float]) -> None:
@@ -257,7 +257,7 @@ class _Part:
 
 
 class _Waits:
-    """DDP's waiting in the steps that it times itself: the first ten, then one in a hundred.
+    """The time that DDP waits, in the steps that it times itself: the first ten, then one in a hundred.
 
     From the end of the backward pass to that of the last all-reduce (torch/csrc/distributed/c10d/logger.cpp). PyTorch
     calls the interface a prototype; without it, nothing is known.

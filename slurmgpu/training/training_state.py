@@ -21,7 +21,7 @@ from slurmgpu.training.throughput import Throughput
 
 @dataclass
 class TrainingState:
-    """Saves all that changes in a training, and the constant `given`, in `checkpoints`; all ranks call it together."""
+    """Saves the changing state of a training, and the constant `given`, in `checkpoints`; all ranks call together."""
 
     checkpoints: Checkpoints
     progress: Progress
@@ -36,7 +36,7 @@ class TrainingState:
     """The last checkpoint's step, and the step of the evaluation before it."""
 
     def save(self) -> float:
-        """Save a checkpoint; the seconds it took."""
+        """Save a checkpoint; return the seconds it took."""
         progress, started = self.progress, time.monotonic()
         self.best.write()
         device, place = self.strategy.device, self.checkpoints.place
@@ -66,7 +66,7 @@ class TrainingState:
         return time.monotonic() - started
 
     def load(self, checkpoint: Checkpoint, shared: Mapping[str, Any]) -> bool:
-        """Restore from a checkpoint with its `shared()`; whether that includes random number generators."""
+        """Restore from a checkpoint with its `shared()`; return whether that has random number generators."""
         own = checkpoint.own()
         model, optimizer = self.strategy.model, self.stepper.optimizer
         if self.strategy.sharded:

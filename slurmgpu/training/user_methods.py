@@ -1,4 +1,4 @@
-"""The methods of a training class: what the loop calls each with, and the optional ones of an object."""
+"""The methods of a training class: the arguments the loop calls them with, and which of them an object has."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def as_called(name: str) -> str:
 
 
 def optional_method(user: Any, name: str) -> Callable[..., Any] | None:
-    """The user's method of this name; None without one, also for an attribute that cannot be called: it is theirs."""
+    """The user's method of this name; None without one, or for an attribute that cannot be called, which is ignored."""
     found = getattr(user, name, None)
     return found if callable(found) else None
 
 
 def counting_method(user: Any, name: str, column: str) -> Callable[[Any], float] | None:
-    """The user's method that counts something of a batch, for a column alone; it returns a number or SlurmGPUError."""
+    """The user's method that counts something in a batch, only for `column`; SlurmGPUError if it gives no number."""
     count = optional_method(user, name)
     if count is None:
         return None
     about = (
-        f"The training loop calls a method of this name for each batch, for {column} alone: leave it out, or rename it "
+        f"The training loop calls a method of this name for each batch, only for {column}: leave it out, or rename it "
         f"if it is for something else."
     )
 

@@ -163,7 +163,7 @@ def by_layers(module, caplog):
     """The parameters whose gradients are computed by rules, as the log says."""
     with caplog.at_level(logging.INFO):
         model_of(module)
-    return caplog.records[0].getMessage().removeprefix("gradients by the rules of their layers: ").split(", ")
+    return caplog.records[0].getMessage().removeprefix("gradients computed by layer rules: ").split(", ")
 
 
 def test_all_layers_with_a_rule_are_used_by_it(caplog):
@@ -188,12 +188,12 @@ def test_the_log_says_which_gradients_are_formed_whole_and_why(caplog):
     by_layers, whole = [record.getMessage().split(": ", 1)[1] for record in caplog.records]
     assert by_layers == "relation.weight, fc.bias, good.weight, good.bias"
     for name, why in [
-        ("scale", "there is no rule for it in a Tied"),
-        ("fc.weight", "the same as same.weight"),
-        ("activation.weight", "there is no rule for it in a PReLU"),
+        ("scale", "there is no rule for it in Tied"),
+        ("fc.weight", "it is the same parameter as same.weight"),
+        ("activation.weight", "there is no rule for it in PReLU"),
         ("unused.weight", "its layer is never called"),
-        ("all.weight", "its layer is not given a row for each example"),
-        ("entity.weight", "its layer alone would be"),
+        ("all.weight", "its layer does not get one row for each example"),
+        ("entity.weight", "the layer's rule would be"),
     ]:
         assert f"{name} ({why}" in whole
 
@@ -271,9 +271,9 @@ class Recurrent(Own):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (InBatch, "it depends on the others, so there is no influence of one example"),
+        (InBatch, "it depends on the others, so a single example has no influence"),
         (Mean, r"gives a tensor \(\) for 2 examples"),
-        (Detached, "finds no parameter on which"),
+        (Detached, "depend on no parameter"),
         (Looks, r"without `.item\(\)`"),
         (Recurrent, "cannot be computed for many examples at once"),
     ],
@@ -293,5 +293,5 @@ class InPieces(Own):
 
 def test_a_layer_that_is_called_otherwise_for_many_examples_is_refused():
     model = model_of(InPieces())
-    with pytest.raises(SlurmGPUError, match="is called otherwise for 40 examples than for a few"):
+    with pytest.raises(SlurmGPUError, match="with other shapes for 40 examples than for a few"):
         model.gradients(TRAIN, "train", ["fc.weight"])

@@ -54,7 +54,7 @@ def test_a_function_that_needs_no_memory_ends_the_search_at_a_limit(monkeypatch)
 
 
 def test_where_nothing_fits_the_error_is_one_of_memory():
-    with pytest.raises(MemoryError, match=r"memory was short at 2, the smallest: no room for 2") as caught:
+    with pytest.raises(MemoryError, match=r"out of memory at the smallest, 2: no room for 2") as caught:
         tried(1, sizes=[2, 4])
     assert is_out_of_memory(caught.value)
 
@@ -186,7 +186,7 @@ def test_a_margin_of_the_gpus_memory_stays_free(monkeypatch, caplog):
     assert not caplog.records
     assert find_batch_size(gpu.step, device="cuda", sizes=[76, 152]) == 76
     assert "A batch size of 76 leaves less than 10 % of the memory free." in caplog.text
-    with pytest.raises(MemoryError, match=r"at 90, the smallest: CUDA out of memory\."):
+    with pytest.raises(MemoryError, match=r"at the smallest, 90: CUDA out of memory\."):
         find_batch_size(gpu.step, device="cuda", sizes=[90, 152])
 
 

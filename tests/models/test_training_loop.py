@@ -173,7 +173,7 @@ def test_a_weighed_evaluation_is_that_of_a_single_batch(found, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_weight_of_nothing_ends_the_configuration_in_a_sentence(found, world_size):
     told = found("weightless", world_size)["error"]
-    assert "weight(batch) gave 0; expected a positive finite number: over how many tokens" in told
+    assert "weight(batch) gave 0; expected a positive finite number: the number of tokens" in told
 
 
 @pytest.mark.parametrize("given", [-1.0, math.nan, math.inf, torch.ones(2), "many", None])
@@ -264,14 +264,14 @@ def test_what_replaces_a_failed_training_begins_from_the_start_once_the_code_has
     (tmp_path / "training" / "best-0000099999.pt").touch()  # what a later best of the lost attempt would have left
     assert train(Wider(), version=after).resumed == 0
     assert not list((tmp_path / "training").glob("best-*"))
-    assert "begins from the start: the checkpoint is by code aaaa, and the code is bbbb now" in caplog.text
+    assert "training from the start: the checkpoint was made by code aaaa, the code is bbbb now" in caplog.text
 
 
 def test_what_was_interrupted_goes_on_with_changed_code_if_it_fits_and_says_so(train, caplog):
     train(Plain(), version=Version("aaaa"), checkpoint_s=0.0)
     assert train(Plain(), version=Version("bbbb")).resumed == 1
-    assert "goes on with changed code: the checkpoint is by code aaaa, and the code is bbbb now" in caplog.text
-    said = "goes on with `slurmgpu resubmit --failed --code aaaa`; `slurmgpu resubmit --failed` trains from the start"
+    assert "continuing with changed code: the checkpoint was made by code aaaa, the code is bbbb now" in caplog.text
+    said = "continue with that code: `slurmgpu resubmit --failed --code aaaa`. To train from the start with the changed"
     with pytest.raises(SlurmGPUError, match=said):
         train(Wider(), version=Version("bbbb"))
     with pytest.raises(SlurmGPUError, match="Submit the changed class as a new run"):
@@ -626,7 +626,7 @@ def wrong(**methods):
         (wrong(optimizer=lambda self, model: "sgd"), {}, "expected a torch.optim.Optimizer"),
         (wrong(metrics=lambda self, model, batch: {"words": "many"}), {}, "gave 'words' as a str"),
         (wrong(), {"metric": "val_acuracy"}, "no metric 'val_acuracy'. Did you mean 'val_accuracy'"),
-        (wrong(), {"drop_last": True, "global_batch_size": 30}, "29 training samples make no step of 30"),
+        (wrong(), {"drop_last": True, "global_batch_size": 30}, "29 training samples do not fill a step of 30"),
         (wrong(model=lambda self: nn.Linear(5, 3)), {"gradient_checkpointing": True}, "a method blocks"),
     ],
 )

@@ -63,7 +63,7 @@ WRONG = {
     "loss for each": ({"loss": lambda *_: torch.ones(4)}, {}, r"^loss\(model, batch\) gave a tensor of shape \(4,\)"),
     "metrics is a number": ({"metrics": lambda *_: 0.5}, {}, r"^metrics\(model, batch\) gave a float; .* dict"),
     "metrics is nothing": ({"metrics": lambda *_: None}, {}, r"^metrics\(model, batch\) gave a NoneType"),
-    "metrics has loss": ({"metrics": lambda *_: {"loss": 0.5}}, {}, r"gave 'loss', the name of .* rename it"),
+    "metrics has loss": ({"metrics": lambda *_: {"loss": 0.5}}, {}, r"gave 'loss', the name that .* rename it"),
     "scheduler is nothing": ({"scheduler": lambda *_: None}, {}, r"scheduler\(optimizer, n_steps\) gave a NoneType"),
     "no such metric": ({}, {"metric": "val_mae"}, r"no metric 'val_mae'\. .*val_loss"),
     "no split": ({"data": only_train}, {"metric": "val_mae"}, r'no metric .val_mae.\. data\("val"\) gave None\.'),

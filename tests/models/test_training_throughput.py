@@ -198,8 +198,8 @@ def test_two_processes_tell_what_they_wait_for_each_other_and_fit_the_same_batch
     assert together["samples_per_s"] == pytest.approx(together["samples"] / together["wall_s"])
 
     assert [first["fitting"][0], second["fitting"][0]] == [20, 20]
-    assert first["fitting"][1].endswith("at 30, the smallest: in another process")
-    assert second["fitting"][1].endswith("at 30, the smallest: MemoryError")
+    assert first["fitting"][1].endswith("at the smallest, 30: in another process")
+    assert second["fitting"][1].endswith("at the smallest, 30: MemoryError")
 
 
 @pytest.mark.parametrize(
