@@ -299,7 +299,7 @@ def test_what_nobody_foresaw_is_quoted():
         (
             "FATAL:   container creation failed: image driver mount failure: image driver squashfuse_ll instance "
             "exited with error: squashfuse_ll exited: fuse: device /dev/fuse not found. Kernel module not loaded?",
-            "gives no /dev/fuse",  # in the words of libfuse 3.18
+            "gives no access to /dev/fuse",  # in the words of libfuse 3.18
             True,
             "container",
         ),

@@ -183,7 +183,7 @@ def test_every_failure_of_a_class_has_its_place(run, slurmgpu):
     failed = {event.what for event in events_of_class(run, "item_error")}
     assert failed == {f"item {index}" for index, fault in FAULTS.items() if fault != "segfault"}
     [back_off] = events_of_class(run, "host_oom")
-    assert back_off.message == "out of host memory with a batch of 4, items 32..35; going on with 2"
+    assert back_off.message == "out of host memory with a batch of 4, items 32..35; continuing with 2"
     done = slurmgpu("logs", run.folder, "--failed", expect=0)
     assert sorted(re.findall(r"^item (\d+)", done.stdout, re.MULTILINE)) == sorted(map(str, FAULTS))
     assert f"{len(FAULTS)} items failed. next: " in done.stderr
