@@ -554,7 +554,7 @@ def test_a_gpus_memory_is_told_by_the_run_file_or_its_name(resources, gigabytes)
 
 def test_the_reference_lists_what_each_gpu_type_is_taken_for():
     text = (HOW_TO.parent.parent / "reference" / "run-file.md").read_text()
-    section = text.partition("### What a gpu_type is taken for\n")[2].partition("Under a name")[0]
+    section = text.partition("### What a gpu_type is taken for\n")[2].partition("\n## ")[0]
     found = {}
     for name, sizes in re.findall(r"`(\w+)` ((?:\d+ \([\d.]+\)(?: or )?)+)", section):
         found[name] = {int(sold): float(real) for sold, real in re.findall(r"(\d+) \(([\d.]+)\)", sizes)}
