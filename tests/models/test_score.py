@@ -243,7 +243,7 @@ def test_an_item_looks_like_no_special_token_and_a_bad_one_costs_itself(reward_m
     assert ended["n_tokens"] == good["n_tokens"] + 4  # </s> is four characters to this tokenizer
     assert str(short) == "no field 'a'. Known: q."
     [long] = rows_of(workload, [{"q": "a", "a": "b" * 200}])
-    assert str(long) == "the text has 208 tokens, and the model takes 128"
+    assert str(long) == "the text has 208 tokens; the model takes at most 128"
     steps = loaded(process_model, prompt="{q}", steps="s", step_end="<extra_0>")
     rows = rows_of(steps, [{"q": "a", "s": value} for value in ([], ["a", " "], [1], "x<extra_0>y", ["x"])])
     assert [str(row) for row in rows[:3]] == [
