@@ -15,7 +15,7 @@ from tests.support.somebody import somebody  # noqa: F401
 from tests.support.tiny_models import adder, one_thread  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""For the processes that tests start, as several tests run at once: threads that wait for a core keep it busy."""
+"""For the processes that tests start: several tests run at once, and threads that wait for a core keep it busy."""
 
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize="CI" in os.environ)
 settings.register_profile("nightly", max_examples=500, deadline=None)
@@ -24,7 +24,7 @@ settings.load_profile("quick")
 
 @pytest.fixture(autouse=True, scope="session")
 def _signals():
-    """Processes get SIGINT and SIGHUP, which a shell's background and `nohup` have their children ignore."""
+    """Processes get SIGINT and SIGHUP, which children of a background shell or of `nohup` ignore."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -40,7 +40,7 @@ def _no_site_file(tmp_path_factory):
 
 
 TIERS = ("slurm", "containers", "local", "models", "docs", "files", "unit")
-"""The folders of the tests, those that take longest first: none of them is alone at the end."""
+"""The folders of the tests, the slowest first, so that none runs alone at the end."""
 
 
 def pytest_collection_modifyitems(items):
@@ -50,14 +50,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave what is imported out of garbage collections, of which each would take 0.4 s."""
+    """Exclude what is imported from garbage collections, which would take 0.4 s each."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Have some workers take the tests that wait, and others those that compute."""
+    """Let some workers take the tests that wait, and others the tests that compute."""
     from tests.support.scheduling import Scheduling
 
     return Scheduling(config, log)

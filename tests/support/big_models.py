@@ -1,4 +1,4 @@
-"""Large models as planning sees them: config.json, and safetensors files that have headers and no data."""
+"""Large models as planning reads them: config.json, and safetensors files with headers and no data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA_70B = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
-"""What matters in the config.json of Llama-3.1-70B."""
+"""The keys of Llama-3.1-70B's config.json that planning reads."""
 
 ITEM_BYTES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 
@@ -43,7 +43,7 @@ def llama_tensors(config: Mapping[str, Any], dtype: str = "BF16") -> Tensors:
 
 
 def write_model(folder: Path, config: Mapping[str, Any], tensors: Tensors, n_files: int = 4) -> Path:
-    """A checkpoint that takes no room: its files are as long as they should be, and holes."""
+    """A checkpoint that takes no disk space: its files have the right length, but are holes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")

@@ -71,7 +71,7 @@ class Page:
         self.driver = driver
 
     def open(self, path, width=1400, scheme="light"):
-        """Show a file at a width in CSS pixels, as somebody sees it who prefers that scheme."""
+        """Show a file at a width in CSS pixels, in that colour scheme."""
         driver = self.driver
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -83,26 +83,26 @@ class Page:
         driver.execute_script("for (const part of document.querySelectorAll('details')) part.open = true;")
 
     def complaints(self):
-        """What the console says since the page was opened."""
+        """The messages in the console since the page was opened."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self):
-        """What was asked for beside the page itself; pages of the browser's own, as its first tab, do not count."""
+        """The requests besides that for the page; the browser's own pages, such as its first tab, do not count."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
         urls = [one["request"]["url"] for one in sent if not one["documentURL"].startswith(BROWSERS_OWN)]
         return [url for url in urls if not url.startswith(("file:", "data:", *BROWSERS_OWN))]
 
     def overflow(self):
-        """Whether the page is too wide, and what is."""
+        """Whether the page is too wide, and which elements are."""
         return self.driver.execute_script(OVERFLOWING)
 
     def faint(self):
-        """Texts whose contrast to what is behind them is less than 4.5, and the contrast."""
+        """Texts whose contrast to their background is less than 4.5, with the contrast."""
         return self.driver.execute_script(FAINT)
 
     def text(self):
-        """All that can be read."""
+        """The visible text."""
         return self.driver.execute_script("return document.querySelector('main').innerText")
 
     def figures(self):
@@ -113,7 +113,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    """A Page in a browser of its own."""
+    """A Page in its own browser."""
     binary = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     driver = shutil.which("chromedriver")
     if binary is None or driver is None:

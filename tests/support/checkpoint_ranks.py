@@ -30,7 +30,7 @@ WORLD_SIZE = 2
 
 
 def make_model():
-    """A small network whose pieces each show another difficulty: running statistics, a frozen layer, an odd size."""
+    """A small network with several difficulties: running statistics, a frozen layer, an odd size."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 7), nn.Linear(7, 3, bias=False))
     model[2].requires_grad_(False)
@@ -76,7 +76,7 @@ def local(value):
 
 
 def plain(folder, place):
-    """Each rank's own state and what all share; and what becomes of a step that one rank cannot write."""
+    """Each rank's own state and the shared one; and the outcome of a step that one rank cannot write."""
     kept = Checkpoints(folder, place)
     device = torch.device("cpu")
     for step in (1, 2):
@@ -126,17 +126,17 @@ def damaged(folder, place):
 
 
 def ddp(folder, place):
-    """A training with DDP, taken up again; with the names that the user's model has."""
+    """A training with DDP that is resumed, with the names that the user's model has."""
     return resumed(folder, place, nn.parallel.DistributedDataParallel, is_sharded=False)
 
 
 def fsdp(folder, place):
-    """A training with FSDP, taken up again; its weights whole on rank 0."""
+    """A training with FSDP that is resumed; its weights are whole on rank 0."""
     return resumed(folder, place, lambda model: sharded(model, place.world_size), is_sharded=True)
 
 
 def resumed(folder, place, wrap, *, is_sharded):
-    """Whether a training that was taken up again ends as one that was left alone."""
+    """Whether a resumed training ends like an uninterrupted one."""
     kept = Checkpoints(folder, place)
     model = wrap(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -126,11 +126,11 @@ READ_BY_IMPORTS = (
     *("PYTHON", "LC_", "LANG", "HDF5", "OMP_", "OPENBLAS", "MKL_"),
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "XDG_CACHE_HOME"),
 )
-"""How the names of variables begin that packages read when they are imported, and not again."""
+"""Prefixes of the variables that packages read only when they are imported."""
 
 
 class CommandLine:
-    """Calls `slurmgpu` with arguments, by a Python that has `env` besides; close it when it is done with.
+    """Calls `slurmgpu` with arguments, in a Python that also has `env`; close it after use.
 
     `imports` are modules that it has imported besides; `identity` is the user, group and extra_groups of `subprocess`.
     """
@@ -155,7 +155,7 @@ class CommandLine:
     def put(self, folder):
         """Write a program `slurmgpu` into `folder`, for a shell: it forks as calls do, with the shell's streams.
 
-        It starts no Python of its own, whatever variables there are, and passes no signals on.
+        It never starts a Python of its own, whatever the variables, and does not pass on signals.
         """
         path = Path(folder) / "slurmgpu"
         path.write_text(TYPED.format(python=self._python, address=self._address))

@@ -1,4 +1,4 @@
-"""Operations on files that fail as a network file system's do: not at all, or after they have happened."""
+"""File operations that fail as on a network file system: before they happen, or after."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ for name in IS_TASK * ("open", "stat", "lstat"):
 if IS_TASK:
     builtins.open = failing(builtins.open, False)
 """
-"""A sitecustomize.py, by which the tasks and workers of a run have its claims and shards on such a file system."""
+"""A sitecustomize.py that puts a run's claims and shards on such a file system, for its tasks and workers."""
 
 TASK_DIES = """
 import os, sys
@@ -52,7 +52,7 @@ if "slurmgpu.executors.slot" in sys.orig_argv:
     fork = os.fork
     os.fork = lambda: fork() or os._exit({code})
 """
-"""Another one, by which the task of a slot dies with this code before its first word: it is a fork of the slot."""
+"""A sitecustomize.py with which a slot's task, a fork of the slot, exits with this code before it prints anything."""
 
 
 def places_of(function):
@@ -62,7 +62,7 @@ def places_of(function):
 
 
 def put(function, call, setter=setattr):
-    """Have `os` and paths call something else instead of a function of `os`."""
+    """Replace a function of `os`, for `os` and for paths."""
     for place in places_of(function):
         setter(place, function, call if place is os else staticmethod(call))
 

@@ -1,4 +1,4 @@
-"""Runs of several ranks that wait in the middle, so that a test finds them at work, and can do something to them."""
+"""Runs of several ranks that wait in the middle, so that a test can act on them while they run."""
 
 WORKLOAD = '''
 

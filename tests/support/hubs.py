@@ -28,11 +28,11 @@ class Hub(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What HF_ENDPOINT is to be."""
+        """The value for HF_ENDPOINT."""
         return f"http://127.0.0.1:{self.server_port}"
 
     def downloaded(self) -> set[str]:
-        """The files whose content was asked for."""
+        """The files whose content was requested."""
         return {path.partition(f"/resolve/{COMMIT}/")[2] for path in self.asked if "/resolve/" in path}
 
 

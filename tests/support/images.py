@@ -22,7 +22,7 @@ FOLDERS = ("usr", "etc", "tmp", "var/tmp", "proc", "sys", "dev", "home", "opt", 
 LINKS = ("bin", "lib", "lib32", "lib64", "sbin")
 FILES = ("resolv.conf", "hosts", "localtime", "passwd", "group")
 NOBODY = 65534
-"""A normal user that every machine has; Apptainer refuses one that passwd does not know."""
+"""A normal user that every machine has; Apptainer refuses a user that is not in passwd."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Apptainer:
 
 @pytest.fixture(scope="session")
 def apptainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apptainer]:
-    """The session's image. What the runtime needs in os.environ is put back at the end."""
+    """The session's image. The variables that the runtime needs in os.environ are restored at the end."""
     if shutil.which("apptainer") is None:
         leave_out("apptainer is not on PATH")
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +67,7 @@ def apptainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apptainer]:
 
 @pytest.fixture
 def normal_user(apptainer: Apptainer) -> dict[str, Any]:
-    """Arguments of `subprocess.run` by which a process runs as a user that is not root."""
+    """Arguments of `subprocess.run` that run a process as a normal user."""
     if os.geteuid() != 0:
         return {}
     fuse = Path("/dev/fuse")
@@ -77,7 +77,7 @@ def normal_user(apptainer: Apptainer) -> dict[str, Any]:
 
 
 def fork(work: Callable[[], object]) -> int:
-    """Start a child of this very process, where it may lie that others cannot start its Python; the child's number.
+    """Fork this process, because others may be unable to start its Python; return the child's PID.
 
     It exits with 0 when `work` returns, and with 1 after a traceback: a child must never go on with the tests.
     """
@@ -116,7 +116,7 @@ def make_images(folder: Path) -> Apptainer:
 
 
 def _python_binds() -> list[str]:
-    """What this Python consists of: its environment, its installation, and libraries elsewhere."""
+    """The folders of this Python: its environment, its installation, and libraries elsewhere."""
     # RUNPATH counts inside as well, but what LD_LIBRARY_PATH finds here does not.
     linked = subprocess.run(["ldd", os.path.realpath(sys.executable)], capture_output=True, text=True).stdout
     libraries = {str(Path(path).parent) for path in re.findall(r"=> (/\S+)", linked)}

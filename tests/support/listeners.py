@@ -1,4 +1,4 @@
-"""What processes listen on, as the kernel tells: proc(5), /proc/net/tcp."""
+"""The sockets on which processes listen, from /proc/net/tcp: proc(5)."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def compute(case, place):
 
 
 def checked(case, place):
-    """How this rank computes, where on rank 1 alone the checks at load find more than rounding."""
+    """How this rank computes; only on rank 1, the checks at load find more than rounding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefill, "_is_rounding", lambda self, off: place.rank != 1)
         # There are no kernels for a CPU.

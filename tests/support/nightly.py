@@ -4,5 +4,5 @@ import pytest
 
 
 def by_night(*values):
-    """A set of parameters that says what another set shows by day, in one more way."""
+    """A parameter set for the nightly tests; it repeats, in another way, what a set of `make test` shows."""
     return pytest.param(*values, marks=pytest.mark.nightly)

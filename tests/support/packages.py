@@ -1,4 +1,4 @@
-"""Somebody's package as `pip install` leaves it: a module, and entry points."""
+"""A third-party package as `pip install` leaves it: a module, and entry points."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Run directories as they stand at a given moment of a run that never was: for screens, pages and estimates.
+"""Run directories as they are at a given moment of a simulated run: for screens, pages and estimates.
 
 Tasks take shards by the same rule as real ones; times are made up from a seed, so that they are always the same.
 """
@@ -25,7 +25,7 @@ BEGIN = 1_750_000_000.0
 
 @dataclass
 class Pretended:
-    """What a run is like: `n_concurrent` of `n_tasks` start at once, a minute apart if `staggered`, and load.
+    """A simulated run: `n_concurrent` of `n_tasks` start at once, a minute apart if `staggered`, and load.
 
     `faulty` makes every seventh task meet something: a worker's death, a dead node, a preemption.
     `seconds` is what a shard takes; it varies by `spread`, a share of it; every third task takes `slow` times as long.
@@ -216,7 +216,7 @@ def _enter(record, at, state):
 
 
 def pretend_run(folder, now_s, **what):
-    """A run directory as it stands `now_s` seconds after it was submitted; `what` are Pretended's fields."""
+    """A run directory as it is `now_s` seconds after the submission; `what` are Pretended's fields."""
     pretended = Pretended(**what)
     run = create_run(Path(folder), pretended.plan(Path(folder).name), [])
     submission = Submission(

@@ -48,7 +48,7 @@ def put(found: Any, *, there: bool = True) -> Any:
 
 
 class Card(TorchFunctionMode):
-    """The device, within a `with`; `waits` counts by what it was waited for."""
+    """The device, within a `with`; `waits` counts the waits for it by what caused them."""
 
     def __init__(self, shared: Any = None) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ class Card(TorchFunctionMode):
 
     @property
     def n_ends(self) -> int:
-        """How often all was waited for that the device had to do; an upload waits for itself."""
+        """How often something waited for all of the device's work; an upload waits only for itself."""
         return self.waits.total() - self.waits["upload"]
 
     def wait(self, what: str, *, is_over: bool = True) -> None:
-        """Count a wait, which may have come to the end of all that the device had to do."""
+        """Count a wait, which may have waited for all of the device's work."""
         if self._state.calls is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
         if self._state.mode == "error":
@@ -191,7 +191,7 @@ class Card(TorchFunctionMode):
             self.wait("upload" if on_card(tensor) else "download", is_over=on_card(value))
 
     def install(self, monkeypatch: Any) -> None:
-        """Let `torch.cuda` have this card, and parameters and threads keep to it."""
+        """Make `torch.cuda` show this card, also to parameters and other threads."""
         card, state = self, self._state
 
         class Stream:

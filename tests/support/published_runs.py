@@ -1,4 +1,4 @@
-"""Run directories with published shards and nothing at work, for the tests of what is read from them."""
+"""Run directories with published shards and no running task, for tests that read from them."""
 
 from slurmgpu.errors import ItemError
 from slurmgpu.inputs import scan

@@ -1,4 +1,4 @@
-"""A small Llama that reasons before it answers, in the two ways of marking that which models have.
+"""A small Llama that reasons before it answers, with either of the two kinds of marks that models use.
 
 It adds two numbers in its reasoning, and copies what that found into its answer of two steps:
 

@@ -1,4 +1,4 @@
-"""Trainings that are killed, stopped and taken up again, for tests/models/test_training_resume.py.
+"""Trainings that are killed, stopped and resumed, for tests/models/test_training_resume.py.
 
 `python -m tests.support.resuming FOLDER CASE…` runs each case in FOLDER/<case>, once undisturbed and once with what
 the case does to it, and writes what came of both to FOLDER/<case>/outcomes.json. Each attempt is a set of processes of
@@ -46,7 +46,7 @@ class Samples:
 
 
 class Digits:
-    """A training class with all that has to be taken up again: running statistics, dropout, random samples."""
+    """A training class with all the state that must be restored: running statistics, dropout, random samples."""
 
     def __init__(self, on_event, exact):
         self.on_event = on_event
@@ -71,7 +71,7 @@ class Digits:
 
 
 class WithScheduler(Digits):
-    """Has a scheduler of its own."""
+    """Has its own scheduler."""
 
     def scheduler(self, optimizer, n_steps):
         return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, max(2, n_steps // 3))
@@ -79,14 +79,14 @@ class WithScheduler(Digits):
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is done to one attempt: it dies at the n-th event on a rank, or is asked to stop at the n-th question."""
+    """What happens to an attempt: it dies at the n-th event on a rank, or must stop when it asks for the n-th time."""
 
     world_size: int
     dies_at: int = 0
     on_rank: int = 0
     stops_at: int = 0
     before: str = ""
-    """What happens to the newest checkpoint first: "lost", "damaged" or nothing."""
+    """What happens to the newest checkpoint before that: "lost", "damaged" or nothing."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ CASES = {
     "on other numbers": Case([Attempt(1, stops_at=3), Attempt(4, stops_at=4), Attempt(2)], FIXED, exact=True),
 }
 BY_NIGHT = ("killed on 4",)
-"""What "killed on 2" and "on other numbers", of which one is 4, show in another way."""
+"""Cases that repeat "killed on 2" and "on other numbers" (one of them 4) in another way."""
 
 
 def run_case(case, folder):
-    """What came of a case: undisturbed and disturbed."""
+    """The outcomes of a case: undisturbed and disturbed."""
     folder.mkdir()
     settings = TrainingSettings(**GIVEN | case.settings)
     found = {}
@@ -156,7 +156,7 @@ def run_case(case, folder):
 
 
 def run(attempt, case, settings, folder, number):
-    """Run an attempt; how it ended: "killed", "stopped" or "finished"."""
+    """Run an attempt; return how it ended: "killed", "stopped" or "finished"."""
     folder.mkdir(exist_ok=True)
     harm(folder, attempt.before)
     ranks = {}
@@ -219,12 +219,12 @@ class Rank:
             self.seen.flush()
 
     def stopping(self):
-        """Whether it is asked to stop."""
+        """Whether it must stop."""
         self.n_questions += 1
         return self.n_questions == self.attempt.stops_at
 
     def place(self):
-        """Where it stands, its group made."""
+        """Its place, after creating the process group."""
         if self.attempt.world_size > 1:
             dist.init_process_group(
                 "gloo",

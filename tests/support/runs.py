@@ -1,4 +1,4 @@
-"""What the tests look at in run directories and merged files."""
+"""Helpers with which tests start runs, and read run directories and merged files."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def _toml(table):
 
 
 def let_go(folder):
-    """Let the items of a project be computed that were held, so that a test could look at a run at work."""
+    """Release the held items of a project, which let a test look at a running run."""
     (folder / "held").unlink()
 
 
@@ -106,7 +106,7 @@ def check_rows(folder, n_items, errors=()):
 
 
 def check_ledger(outcome):
-    """The seconds of every attempt of a report are divided without a rest, and so are the run's hours: its ledger."""
+    """The seconds of each attempt in a report add up to its total, and so do the run's hours: its ledger."""
     for attempt in outcome["attempts"]:
         assert round(sum(attempt["spent"].values()), 3) == attempt["seconds"]
         assert min(attempt["spent"].values()) >= 0
@@ -129,7 +129,7 @@ def wait_until(condition, what, timeout_s=250):
 
 
 def wait_until_held(folder, n_shards, n_tasks=1):
-    """Until so many shards are published, and so many tasks hold another one each."""
+    """Wait until so many shards are published, and so many tasks hold another one each."""
 
     def are_held():
         return len(published(folder)) == n_shards and len(holders(folder)) == n_tasks
@@ -151,7 +151,7 @@ def planned_run(folder, **values):
 
 
 def copy_run(folder, copy):
-    """A copy of a run directory that stands for the run itself: what was submitted there, was submitted here."""
+    """A copy of a run directory that can replace the run: it counts the original's submissions as its own."""
     shutil.copytree(folder, copy)
     path = copy / "submissions.jsonl"
     path.write_text(re.sub(r', "folder": "[^"]*", "inode": \d+', "", path.read_text()))
@@ -180,7 +180,7 @@ def workers(folder, module="slurmgpu.worker.main"):
 
 
 def kill_workers(folder):
-    """SIGKILL the workers of a run; how many there were."""
+    """SIGKILL the workers of a run; return how many there were."""
     mine = workers(folder)
     for pid, _ in mine:
         with contextlib.suppress(ProcessLookupError):
@@ -189,7 +189,7 @@ def kill_workers(folder):
 
 
 def submissions(folder):
-    """What submissions.jsonl says of each, read as any user might."""
+    """One record per submission, merged from the lines of submissions.jsonl as a user would."""
     merged = {}
     for line in (folder / "run" / "submissions.jsonl").read_text().splitlines():
         value = json.loads(line)
@@ -198,12 +198,12 @@ def submissions(folder):
 
 
 def queued_of(ids):
-    """What squeue says of these jobs, of a plain job or of an array."""
+    """What squeue shows of these jobs, plain ones or arrays."""
     return [job for job in queue.own_jobs() if job.array_job in ids]
 
 
 def wait_for_end(folder):
-    """Until the last submission is merged, and Slurm has none of the jobs."""
+    """Wait until the last submission is merged, and Slurm has none of the jobs."""
     wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge")
     ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
     wait_until(lambda: not queued_of(ids), "the end of the merge job")

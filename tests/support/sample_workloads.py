@@ -1,4 +1,4 @@
-"""Workloads of the tests. Each fault is asked for by an item's data or a setting. Copied beside run files."""
+"""Workloads of the tests. An item's data or a setting triggers each fault. Copied next to run files."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ class Rows:
         time.sleep(600)
 
     def kill_once(self, item):
-        """Killed from outside at the first try only."""
+        """Killed from outside, at the first try only."""
         mark = Path(self.marks) / f"killed{item.index}"
         if not mark.exists():
             mark.touch()
@@ -84,7 +84,7 @@ class Rows:
 
 
 class LoadsLong(Rows):
-    """Loads until there is a file."""
+    """Keeps loading until a file exists."""
 
     def __init__(self, *, until: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class LoadsLong(Rows):
 class Ranks(Rows):
     """The rows of Rows, each computed by one rank and summed over all; faults are `fault_rank`'s, or all ranks'.
 
-    Where one rank has faults, the others come later to what they compute.
+    If one rank has faults, the others compute later.
     """
 
     def __init__(

@@ -5,16 +5,16 @@ from __future__ import annotations
 from xdist.scheduler import LoadScopeScheduling
 
 WAITING = ("tests/slurm/", "tests/containers/", "tests/local/")
-"""The tiers whose tests wait most of their time: for leases, queues, and processes that are killed."""
+"""The tiers whose tests mostly wait: for leases, queues, and processes that are killed."""
 ALONE = "tests/slurm/"
-"""Whose tests share nothing but the cluster, which lives as long as its worker: they go one by one."""
+"""The tiers whose tests share only the cluster, which lives as long as its worker: they are scheduled one by one."""
 
 
 class Scheduling(LoadScopeScheduling):
     """A file at a time, so that its fixtures are made once; as long as there are any, those that wait beside others.
 
-    Half of the workers take tests that wait, and the others those that compute; who has none left takes the
-    others'. So cores that waiting tests leave idle are not idle.
+    Half of the workers take tests that wait, and the others those that compute; a worker that has none left takes
+    the others'. So waiting tests leave no core idle.
     """
 
     def _split_scope(self, nodeid):

@@ -138,7 +138,7 @@ def one_bit_everywhere(path):
 
 
 def peak_memory_bytes():
-    """Of this process since its exec; getrusage would count what its parent held at the fork."""
+    """The peak memory of this process since its exec; getrusage would count what its parent held at the fork."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 

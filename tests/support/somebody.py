@@ -1,4 +1,4 @@
-"""A normal user, who may read neither root's home nor pytest's folders: a Python, slurmgpu and a folder for him."""
+"""A normal user without access to root's home and pytest's folders, with a Python, slurmgpu and a folder."""
 
 from __future__ import annotations
 

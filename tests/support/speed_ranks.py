@@ -1,6 +1,6 @@
 """One of two processes of a training: `torchrun -m tests.support.speed_ranks FOLDER`.
 
-Rank 1 is late with its gradients by LATE_S, and has less memory. Writes what it found as rank<R>.json.
+Rank 1 delays its gradients by LATE_S, and has less memory. Each writes its results as rank<R>.json.
 """
 
 import json
@@ -28,7 +28,7 @@ def train(model, meter, rank, n_steps):
 
 
 def fitting(rank):
-    """What fits both; the smallest does not fit one of them."""
+    """The batch size that fits both; then one try whose smallest size does not fit one of them."""
 
     def fn(size):
         if size > (40, 20)[rank]:

@@ -1,4 +1,4 @@
-"""The command line on a terminal of a given size, and what is to be seen on it."""
+"""The command line on a terminal of a given size, and what the terminal shows."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ import pyte
 
 
 class Terminal:
-    """A process on a terminal: `display` are the lines that somebody in front of it sees.
+    """A process on a terminal: `display` has the lines that the terminal shows.
 
     `under` is a command that gets the one to run as its arguments.
     """
@@ -67,7 +67,7 @@ class Terminal:
         os.write(self._ours, keys)
 
     def see(self, condition, timeout_s=120):
-        """Read until the display is as it should be; the display."""
+        """Read until the display is as expected, and return it."""
         deadline = time.monotonic() + timeout_s
         while not condition(self):
             assert time.monotonic() < deadline, f"waited {timeout_s} s; the screen:\n{self.text}"
@@ -75,7 +75,7 @@ class Terminal:
         return self.display
 
     def end(self, timeout_s=120):
-        """The exit code, once it has ended and all that it wrote is on the display."""
+        """The exit code, after the process has ended and the display has all its output."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it goes on; the screen:\n{self.text}"

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def make_adapter(folder: Path, model: Path, seed: int, **changes: Any) -> Path:
-    """An adapter with random weights, large enough that the model says something else."""
+    """An adapter with random weights, large enough to change what the model says."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""A small graph whose triples meet in every way, models of it, and their gradients by autograd."""
+"""A small graph whose triples share entities in every way, models of it, and their gradients by autograd."""
 
 import torch
 
@@ -22,7 +22,7 @@ TESTS = torch.tensor([(0, 0, 1), (0, 0, 5), (6, 1, 6), (1, 0, 4), (2, 1, 0), (8,
 
 
 def randomised(module, seed=0):
-    """The module with parameters and statistics that are not what they start as, in float64, as in evaluation."""
+    """The module in float64 and evaluation mode, with random parameters and statistics."""
     draw = torch.Generator().manual_seed(seed)
     for name, value in module.state_dict().items():
         if value.is_floating_point():
@@ -32,7 +32,7 @@ def randomised(module, seed=0):
 
 
 def triples_model(module, train="bce-pos", test=None, directions="tail", label_smoothing=0.1):
-    """A model as influences need it; with both directions the inverse of relation r lies in row r + 3."""
+    """A model for influences; with both directions, the inverse of relation r is row r + 3."""
     relations = torch.arange(N_RELATIONS)
     heads, own, tails = TRAIN.T
     triples = [heads, own, tails]
@@ -53,7 +53,7 @@ def triples_model(module, train="bce-pos", test=None, directions="tail", label_s
 
 
 def gradients_by_autograd(model, examples, side, names=None):
-    """The gradient of each example's loss by each parameter (n, …): one backward pass for each."""
+    """The gradient of each example's loss for each parameter (n, …), by one backward pass per example."""
     parameters = {name: value for name, value in model.parameters_by_name().items() if names is None or name in names}
     rows = []
     for i in range(len(examples)):
@@ -66,7 +66,7 @@ def gradients_by_autograd(model, examples, side, names=None):
 
 
 def dense_gradients(model, gradients):
-    """The same of what a model gives as parts."""
+    """The same from the parts that a model gives."""
     found = {}
     for term in gradients.terms:
         for name, part in term.items():

@@ -52,7 +52,7 @@ def sentence(rng: random.Random) -> tuple[str, str]:
 
 
 def claim(rng: random.Random, total: int) -> int:
-    """The sum itself, or as often a number near it."""
+    """The sum, or, half of the time, a number near it."""
     if rng.random() < 0.5:
         return total
     return max(20, total + rng.choice([-1, 1]) * rng.choice([1, 2, 3, 10, 20, 100 if total > 130 else 11]))
@@ -188,7 +188,7 @@ def adder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_wide_adder(folder: Path) -> Path:
-    """The adder with heads of 32 numbers, which vLLM on CPUs needs at least, in place of 16: it says the same.
+    """The adder with heads of size 32, the least for vLLM on CPUs, instead of 16: its answers are the same.
 
     Half of the numbers are zeros. Number i of a head goes to 2 i, which RoPE turns by the same angle; a query is
     multiplied by the square root of 2, since attention divides by that of the heads' size.

@@ -1,4 +1,4 @@
-"""Tiny random models of real architectures that take images beside text, made on the spot, and images for them."""
+"""Tiny random models of real architectures that take images and text, made on the spot, and images for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small runs of tracin: a random graph, a ConvE that nothing has trained, and a run file."""
+"""Small runs of tracin: a random graph, an untrained ConvE, and a run file."""
 
 import json
 import random

@@ -90,7 +90,7 @@ def train(
 
 
 def n_right(model: LlamaForCausalLM, tokenizer: AutoTokenizer) -> dict[str, int]:
-    """How many new prompts of each kind it answers without a mistake, and how many those are."""
+    """The number of new prompts of each kind that it answers correctly, and the number of prompts."""
     rng = random.Random("new")
     counts: dict[str, int] = {}
     for _ in range(N_ASKED):

@@ -35,7 +35,7 @@ class Samples:
 
 
 class Counted(nn.Module):
-    """A small net that knows on how many samples it was trained: what is kept of it tells where it goes on."""
+    """A small net that counts the samples it was trained on: its saved state shows where a training continues."""
 
     def __init__(self, width, dropout, world_size):
         super().__init__()

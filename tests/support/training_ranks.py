@@ -1,6 +1,6 @@
 """Trainings by 1, 2 and 4 processes: `python -m tests.support.training_ranks FOLDER CASE…`.
 
-What came of each case is written to FOLDER/<case>-<number of processes>.pt by rank 0. Processes are forked from this
+The outcome of each case is written to FOLDER/<case>-<number of processes>.pt by rank 0. Processes are forked from this
 one, since torch takes seconds to import.
 """
 
@@ -85,7 +85,7 @@ class Plain(Exact):
 
 
 class Unused(Exact):
-    """Has a layer that only some losses need."""
+    """Has a layer that only some losses use."""
 
     def model(self):
         model = super().model()
@@ -119,7 +119,7 @@ class Padded(Exact):
 
 
 class Weightless(Padded):
-    """Has a batch without a token on one of several ranks, and says so."""
+    """Has a batch without tokens on one of several ranks, and reports it."""
 
     def weight(self, batch):
         return 0 if (batch == 11).any() and not (dist.is_initialized() and dist.get_rank() == 0) else 1.5
@@ -133,7 +133,7 @@ class Normed(Plain):
 
 
 class Broken(Plain):
-    """Has a sample that is no number."""
+    """Has a sample that is NaN."""
 
     def data(self, split):
         samples = super().data(split)
@@ -142,7 +142,7 @@ class Broken(Plain):
 
 
 class Drawn(Exact):
-    """Draws its data again whenever it is asked for it."""
+    """Draws new data at each call."""
 
     def data(self, split):
         inputs = torch.randn(N_TRAIN + N_VAL, 5, dtype=torch.float64)
@@ -161,7 +161,7 @@ class Different(Plain):
 
 
 class Sometimes(Plain):
-    """Has a metric of some batches only."""
+    """Has a metric in some batches only."""
 
     def metrics(self, model, batch):
         return {"always": 1.0} | ({"sometimes": 1.0} if (batch[1] == 2).all() else {})
@@ -220,7 +220,7 @@ def run_all(folder, names, world_size, rank):
 
 
 def run(user, settings, place, folder):
-    """What came of a case, as this rank has it."""
+    """The outcome of a case on this rank."""
     try:
         outcome = Training(user(), settings, place, folder).run()
     except (ItemError, SlurmGPUError) as error:

@@ -1,4 +1,4 @@
-"""A stretch of a test in which root's privileges are given up, so that permissions count."""
+"""A context in which a test gives up root's privileges, so that permissions apply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.somebody import USER
 
 @contextlib.contextmanager
 def unprivileged() -> Iterator[None]:
-    """For root the rights of another user, within a `with` block."""
+    """Root gets the rights of another user, within a `with` block."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,10 +1,10 @@
-"""Stand-ins for engines that keep what they were asked, and engines whose work is watched."""
+"""Fake engines that record their requests, and engines whose work is recorded."""
 
 from slurmgpu.llm.interface.engine import Output
 
 
 class Says:
-    """An engine that always says the same, and keeps what it was asked; `n_truncated` is of a request."""
+    """An engine that always gives the same answer, and records its requests; `n_truncated` is per request."""
 
     def __init__(self, answer, n_truncated=lambda request: 0):
         self.answer, self.n_truncated, self.asked = answer, n_truncated, []
