@@ -170,7 +170,7 @@ def test_what_lies_in_the_cache_is_found_without_asking_anybody(tmp_path, monkey
     assert find_model("lab/model", revision="0ld").folder == old
     assert find_model("lab/model-4bit").config["hidden_size"] == 10
     assert find_model("lab/model-4bit").quantization is None
-    with pytest.raises(SlurmGPUError, match=r"not in the hub's cache, .*/cache; .*pip install 'slurmgpu\[llm\]'"):
+    with pytest.raises(SlurmGPUError, match=r"not in the hub's cache, .*/cache\. .*pip install 'slurmgpu\[llm\]'"):
         find_model("lab/other")
 
 
