@@ -36,8 +36,8 @@ def snapshot_of(
 ) -> Snapshot:
     """A snapshot of a run's user modules as they are now. SlurmGPUError names file and line of a syntax error.
 
-    `git` is the state of their repository. `also` are other modules that were seen to be imported, and `texts` those of
-    functions that are in no module. What a `former` snapshot has is looked for, too.
+    `git` is the state of their repository. `also` are other modules that were seen to be imported, and `texts` the
+    texts of functions that are in no module. Files of a `former` snapshot are looked for, too.
     """
     base, settings = Path(plan.search_path), list(plan.texts())
     tracer = Tracer(
@@ -70,7 +70,7 @@ def snapshot_of(
 
 
 def _add_settings(tracer: Tracer, texts: Iterable[str], base: Path) -> None:
-    """Add what the texts of the settings name, among them the command line of a program, and what each sets."""
+    """Add the files and modules that texts in the settings name, such as a command line, and the variables they set."""
     before, texts = "", list(texts)
     if "srun" in texts and "--overlap" not in texts:
         tracer.notes.waiting_steps["The command"] = None
@@ -93,7 +93,7 @@ def _add_settings(tracer: Tracer, texts: Iterable[str], base: Path) -> None:
 
 
 def _add_environment(tracer: Tracer, environ: Mapping[str, Any]) -> None:
-    """Add what the variables under `env` name."""
+    """Add the files and modules that variables under `env` name."""
     tracer.add_folders(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
     if names_in_shell.sets_gpus(f"CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')}"):
         tracer.notes.choosing_gpus.append("env under [settings]")

@@ -1,4 +1,4 @@
-"""The suffixes by which a text in code, or on a command line, is taken as the name of a file."""
+"""The suffixes that mark a text in code, or on a command line, as the name of a file."""
 
 CONFIGURATIONS = frozenset({".yaml", ".yml", ".toml", ".json", ".ini", ".cfg", ".conf", ".gin"})
 TEXTS = frozenset({".txt", ".md", ".j2", ".jinja", ".jinja2", ".prompt", ".csv", ".tsv"})

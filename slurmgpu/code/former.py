@@ -28,8 +28,8 @@ def code_now(
 ) -> tuple[Code, list[str]]:
     """A snapshot of the code as it is now, and notes on what has changed since the last submission.
 
-    It is written to the run directory if this `writes`. Functions that are `given` take the place of those with the
-    same roles, also in later submissions.
+    It is written to the run directory if this `writes`. `given` functions replace those with the same roles, also in
+    later submissions.
     """
     line, notes = snapshots.code_of(run.submissions()), []
     former = None
@@ -59,9 +59,9 @@ def code_now(
 
 
 def changed_since(run: Run, now: Snapshot) -> str:
-    """The files of a snapshot that are not as in the last submission of a run, in words; "" if all are.
+    """The files of a snapshot that have changed since the last submission of a run, in words; "" if none has.
 
-    What only the former one has does not count: a module may have been seen when it was computed.
+    Files that only the former snapshot has do not count: a module may have been seen only during the computation.
     """
     digest = snapshots.code_digest(run.submissions())
     if digest is None or digest == now.digest:
@@ -103,7 +103,7 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
 
 
 def with_rows_of_others(run: Run, again: Recompute, digest: str) -> Recompute:
-    """Extend a recompute by the rows of published shards that are not by the code of a digest."""
+    """Extend a recompute by the rows of published shards that other code than that of `digest` computed."""
     found = dict(again.shards)
     for shard, revisions in sorted(run.shard_files(fresh=True).items()):
         try:

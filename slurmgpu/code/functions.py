@@ -1,4 +1,4 @@
-"""The user's functions, for tasks to call: by name where a task can import them, else pickled into the run directory.
+"""The user's functions for tasks to call: by name if a task can import them, else pickled into the run directory.
 
 `python -m slurmgpu.code.functions` unpickles in a fresh process, as a worker does, before anything is submitted.
 """
@@ -55,10 +55,10 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickle of functions by `roles`, the source of the first as far as it is known, and modules of the user's.
+    """A pickle of functions by `roles`, the source of the first if it is known, and modules of the user's.
 
-    `texts` are those in the sources that may name files which the functions read.
-    `digest` is of the functions and their variables, wherever their code lies, and the same in another process.
+    `texts` are texts in the sources that may name files which the functions read.
+    `digest` identifies the functions and their variables; it does not depend on the process or the code's location.
     """
 
     roles: tuple[str, ...]
@@ -76,7 +76,7 @@ class Packed:
 
 
 def minor_version() -> str:
-    """The version of Python without its last number, such as `3.12`: a pickle of code is for that one alone."""
+    """The version of Python without its last number, such as `3.12`: only that version can read a pickle of code."""
     return ".".join(platform.python_version_tuple()[:2])
 
 
@@ -119,10 +119,10 @@ def import_named(name: str) -> Any:
 
 
 def arguments_read() -> list[str] | None:
-    """The command line, `sys.argv`, if a module of the user's that is imported reads one; else None.
+    """The command line, `sys.argv`, if an imported module of the user's reads it; else None.
 
     A task imports such a module in a process of its own. None in a notebook, whose command line is Jupyter's.
-    SlurmGPUError where it holds a secret, as the plan would show it.
+    SlurmGPUError if it holds a secret, because the plan would show it.
     """
     if len(sys.argv) < 2 or Path(sys.argv[0]).name in _OF_JUPYTER or not all(map(is_utf8, sys.argv)):
         return None
@@ -183,7 +183,7 @@ def _read_texts(source: str) -> set[str]:
 
 
 def keep(run: Path, packed: Packed) -> Pickled:
-    """Write a pickle that a resubmission was given into a run directory, and its source; its record."""
+    """Write the pickle and source given to a resubmission into a run directory; return their record."""
     path = path_of(run, packed.record)
     write_bytes(path, packed.content, mode=0o600)
     if packed.source is not None:
@@ -197,9 +197,9 @@ def path_of(run: Path, given: Pickled) -> Path:
 
 
 def unpack(path: Path, planned: Pickled) -> dict[str, Callable[..., Any] | None]:
-    """The functions in a pickle, by role; SlurmGPUError unless it is the one that was submitted, and this user's.
+    """The functions in a pickle, by role; SlurmGPUError unless it is the submitted one and belongs to this user.
 
-    Its bytes are compared before they are unpickled, as unpickling runs code.
+    Its bytes are compared before they are unpickled, because unpickling runs code.
     """
     if (python := planned["python"]) != minor_version():
         raise SlurmGPUError(
@@ -246,7 +246,7 @@ def _show_lines(known: Mapping[str, Mapping[int, str]]) -> None:
 
 
 def _why_not(functions: Mapping[str, Callable[..., Any] | None], error: CannotPickleError) -> str:
-    """A sentence on the variables that prevent a pickle."""
+    """A message about the variables that cannot be pickled."""
     found: dict[str, str] = {}
     for function in functions.values():
         if function is not None:

@@ -1,4 +1,4 @@
-"""Refuse calls that would submit a run whenever slurmgpu imports the module that makes them."""
+"""Refuse a call that would submit a run every time that slurmgpu imports the module."""
 
 from __future__ import annotations
 

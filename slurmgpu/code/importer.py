@@ -1,6 +1,6 @@
 """Imports the user's modules from a run's snapshot.
 
-A module's `__file__` is the original path, so that it finds the files beside it, and tracebacks name the file that the
+A module's `__file__` is the original path, so that it finds the files next to it, and tracebacks name the file that the
 user edits. The worker imports this: standard library only.
 """
 

@@ -1,4 +1,4 @@
-"""Compare the modules that this process has imported with those that the tasks of a run will."""
+"""Compare the modules that this process has imported with those that a run's tasks will import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCRIPTS = ("__main__", "__mp_main__")
 
 
 def refuse_other_modules(files: Iterable[SourceFile], needed: Iterable[str], folder: Path) -> None:
-    """Raise SlurmGPUError if tasks would not have the modules of which this process has functions.
+    """Raise SlurmGPUError if tasks would import other modules than those that this process has functions of.
 
     `files` are those of the snapshot, `needed` the modules of the functions, and `folder` is where tasks look first.
     """

@@ -1,4 +1,4 @@
-"""Pickles of functions by value, with the variables that they use; why a value cannot be pickled."""
+"""Pickle functions by value, with the variables that they use, and say why a value cannot be pickled."""
 
 from __future__ import annotations
 

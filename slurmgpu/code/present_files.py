@@ -1,4 +1,4 @@
-"""The files of a snapshot as they are on disk by now: which have changed, and the copies that run in their place.
+"""The present files of a snapshot on disk: which have changed, and the copies that run instead.
 
 Modules are imported from the snapshot. A program that a workload starts imports them from disk, and code reads
 configurations there: once one has changed, programs run by copies, and rows by changed files are by unknown code. The

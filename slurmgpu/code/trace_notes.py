@@ -1,4 +1,4 @@
-"""What a user is told about code that was traced: what the snapshot lacks, and what calls may do to each other."""
+"""Notes for the user about traced code: what the snapshot lacks, and how calls may disturb each other."""
 
 from __future__ import annotations
 

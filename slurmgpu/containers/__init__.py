@@ -1,6 +1,6 @@
 """Container runtimes and their images: `runtime` has the interface, and finds one by its name.
 
-May import: util, errors. Nothing else knows a runtime's options, its images or its complaints.
+May import: util, errors. Only the runtime's module knows its options, images and messages.
 """
 
 import os
@@ -12,6 +12,6 @@ IMAGE = "SLURMGPU_IMAGE"
 
 
 def image_name() -> str | None:
-    """The name of the image that this process is in; None outside of any."""
+    """The name of the image in which this process runs; None outside of an image."""
     names = (os.environ.get(name) for name in (IMAGE, "APPTAINER_NAME", "SINGULARITY_NAME"))
     return next((name for name in names if name), None)

@@ -23,7 +23,7 @@ SQUASHFS = "-comp zstd -all-root"
 build another one on top of it."""
 
 NEEDLESS = re.compile(r"mksquashfs output|Non-gzip|Build complete|default remote")
-"""Lines of a build that say nothing about its progress."""
+"""Lines of a build without information about its progress."""
 
 QUOTE = '"'
 CSV_SPECIAL = frozenset(',"\r\n')

@@ -1,4 +1,4 @@
-"""Binds and variables of a program in a container; its runtime makes the command of them."""
+"""Binds and variables of a program in a container, from which the runtime makes the command."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def exec_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that runs the image's Python with the arguments `inner` in `folder`, and its environment.
 
-    `image`, `binds` and `scratch` are those of this node, which `node.prepare` has checked. Few variables of `environ`,
-    the task's environment, are set inside; all of `extra_env` are, and override others.
+    `image`, `binds` and `scratch` are those of this node, which `node.prepare` has checked. Only a few variables of
+    `environ`, the task's environment, are set inside; all of `extra_env` are, and override others.
     """
     runtime = runtime_named(container.runtime)
     needed = needed_binds([*binds, Bind(str(scratch), str(scratch))])

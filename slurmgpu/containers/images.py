@@ -27,7 +27,7 @@ MAX_REMEMBERED = 256
 def identify(path: Path) -> Identity:
     """The identity of this image for run.json; SlurmGPUError if it is no image or cannot run here.
 
-    `sha256` is the file's, which signing changes; `partition_sha256` is the root file system's, which it does not.
+    Signing an image changes `sha256`, of the file, but not `partition_sha256`, of the root file system.
     A sandbox is identified by the digest of its labels, which hold the time of its build.
     """
     try:

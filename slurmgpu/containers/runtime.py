@@ -115,7 +115,7 @@ class Runtime(ABC):
     def stage(self, image: Path, identity: Identity, folder: Path, how: str, pause: Pause = time.sleep) -> Path:
         """The image to run on this node: `image`, or a copy of it in `folder`; `how` is one of `stages`.
 
-        ContainerError if it cannot be copied. `pause` is called again and again meanwhile, and may raise to end it.
+        ContainerError if it cannot be copied. `pause` is called repeatedly during the copy, and may raise to end it.
         """
         return image
 
@@ -124,7 +124,7 @@ class Runtime(ABC):
         remove(copy)
 
     def unfit(self, container: Container, scratch: Path, home: str) -> str:
-        """Why its options cannot take the path of this node's scratch folder, or of home; "" if they can."""
+        """Why the runtime cannot use the path of this node's scratch folder, or of home; "" if it can."""
         return ""
 
     def if_served(self, identity: Identity, how: str) -> str:
@@ -170,7 +170,7 @@ class Runtime(ABC):
         return (line, False) if line.strip() else None
 
     def why_build_failed(self, said: str) -> str | None:
-        """Why a build failed, by its output; its last message, or None, if the cause is not known."""
+        """Why a build failed, from its output; its last message, or None, if the cause is unknown."""
         return None
 
 

@@ -32,7 +32,7 @@ class ContainerError(Exception):
 
 
 def other_image(path: Path, difference: str) -> ContainerError:
-    """The error of an image that is not the one of the plan."""
+    """The error if the image is not the one in the plan."""
     return ContainerError(
         f"the image {path} is not the one that this run was planned with: {difference}. "
         f"Restore the old image, or plan a new run with this one"

@@ -20,7 +20,7 @@ from slurmgpu.util.atomic_files import FULL
 
 CHUNK = 1 << 22
 SYNC_BYTES = 1 << 28
-"""Bytes between two fsyncs: a task that is to end must not wait for all of a large image."""
+"""Bytes between two fsyncs: a task that has to end must not wait for a large image to be written."""
 UNPACKED_RATIO = 3.5
 """Bytes of an unpacked image for each of a SIF: 3.3 for a small one of Python, 3.6 for one of torch."""
 INSTEAD = 'Name another folder with [container] scratch, or use stage = "none", which needs no copy'

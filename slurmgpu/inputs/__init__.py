@@ -1,9 +1,9 @@
 """The items of a run: the files that hold them, and random access to ranges of items.
 
 `find` expands the paths of a run file, `passed_over` says which files its globs leave out, `list_files` lists files
-that are items themselves, `scan` reads the files once at planning, `Reader` reads items later, `open_items` those of a
-run by their indices, `repack_table` writes a table that lies in memory where it can be read so, and `promise` describes
-the output of a run that has not finished.
+that are items themselves, `scan` reads the files once at planning, `Reader` reads items later, `open_items` reads those
+of a run by their indices, `repack_table` writes a table from memory to files with random access, and `promise`
+describes the output of a run that has not finished.
 docs/reference/inputs.md has the formats.
 
 May import: results, run, shards, util.

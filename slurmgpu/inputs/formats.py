@@ -53,7 +53,7 @@ _CONVERTED = {
     **dict.fromkeys((".xlsx", ".xls"), _OF_EXCEL),
     **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), _OF_FASTA),
 }
-"""What is said about files whose suffix is like that of a format, which another name would not make them."""
+"""Advice for suffixes of formats that are not read, although they resemble one: renaming the file does not help."""
 
 CHUNK_BYTES = 1 << 20
 """How much of a file is read at once for indexing."""

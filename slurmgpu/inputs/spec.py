@@ -13,7 +13,7 @@ from slurmgpu.run.frozen_plan import FileRecord, InputRecord
 from slurmgpu.util.item_ranges import n_to_ends, spans_within
 
 PROMISED = -1
-"""The size and time of a file that does not exist yet; in place of its SHA-256 stands the fingerprint of its plan."""
+"""The size and time of a file that does not exist yet; its `sha256` is the fingerprint of its plan."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Axis:
-    """Keys that vary as one, with a row of their values at each place; or a key whose values are drawn."""
+    """Keys that vary together, with a row of their values at each place; or a key whose values are drawn."""
 
     keys: tuple[str, ...]
     rows: Sequence[tuple[Any, ...]] | Distribution

@@ -1,4 +1,4 @@
-"""From the `use` of a run file to the user's object: found by name, imported, built with its settings, and adapted.
+"""Load the workload that `use` in a run file names: find it, import it, build it with its settings, and adapt it.
 
 May import: code, workload, util.
 """

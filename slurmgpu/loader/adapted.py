@@ -1,4 +1,4 @@
-"""A user's workload with typed optional members: all that the core knows of it."""
+"""A user's workload with typed optional members; the core uses nothing else of it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Adapted:
             load(task)
 
     def check(self) -> None:
-        """Raise SlurmGPUError for a bad member that planning does not use but jobs do."""
+        """Raise SlurmGPUError for an invalid member that only jobs use, not planning."""
         _ = (
             self._read_method("load", "task"),
             self.sort_key,
@@ -87,13 +87,13 @@ class Adapted:
 
     @cached_property
     def most_parts(self) -> int:
-        """Into how many parts `task.divide` can cut one item, at most, where there are fewer items than tasks."""
+        """The most parts into which `task.divide` can cut an item if there are fewer items than tasks."""
         expected = "a whole number of at least 1"
         return self._read("most_parts", expected, is_positive) or 1
 
     @cached_property
     def processes(self) -> str:
-        """How many processes a task has without `place`: `one` or `per-gpu`."""
+        """The processes of a task without `place`: `one` or `per-gpu`."""
         return self._read("processes", "'one' or 'per-gpu'", ("one", "per-gpu").__contains__) or "one"
 
     @cached_property
@@ -103,7 +103,7 @@ class Adapted:
 
     @cached_property
     def not_fields(self) -> Collection[str]:
-        """Names that mean something else to it; planning refuses items with such a field."""
+        """Names with another meaning to it; planning refuses items with a field of that name."""
         return self._read("not_fields", "a list of names", is_collection_of(str)) or ()
 
     @cached_property
@@ -129,7 +129,7 @@ class Adapted:
 
     @cached_property
     def scripts(self) -> tuple[str, ...]:
-        """Absolute paths of the user's programs that it starts: they belong to the code that a submission keeps."""
+        """Absolute paths of the user's programs that it starts: a submission keeps them with the code."""
         found = self._read("scripts", "a list of paths", is_collection_of(str, os.PathLike)) or ()
         return tuple(str(path.resolve()) for path in map(Path, found))
 
@@ -142,17 +142,17 @@ class Adapted:
 
     @cached_property
     def frozen_settings(self) -> Mapping[str, Any]:
-        """Values that the plan keeps in place of settings that refer to something that may change."""
+        """Values that the plan keeps instead of settings that refer to something that may change."""
         return self._read("frozen_settings", "a mapping of settings to values", is_mapping_to(object)) or {}
 
     @cached_property
     def default_items(self) -> Sequence[Mapping[str, Any]]:
-        """The items of a run file with neither input nor [sweep]."""
+        """The items for a run file that has neither input nor [sweep]."""
         return self._read("default_items", "a list of mappings", is_collection_of(Mapping)) or ()
 
     @cached_property
     def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], object]]:
-        """Functions that write the workload's own formats; one may return a text that says what it wrote."""
+        """Functions that write the workload's own formats; each may return a text that says what it wrote."""
         expected = "a mapping of formats to functions of the merged file and an open one"
         return self._read("exports", expected, is_mapping_to(Callable)) or {}
 
@@ -168,7 +168,7 @@ class Adapted:
 
     @cached_property
     def check_here(self) -> Callable[[], object] | None:
-        """Refuses, at planning, a machine that lacks what tasks need; not called where they run in an image."""
+        """Refuses, at planning, a machine that lacks what tasks need; not called if tasks run in an image."""
         return self._read_method("check_here")
 
     @cached_property
@@ -178,7 +178,7 @@ class Adapted:
 
     @cached_property
     def prepare(self) -> Callable[[Sequence[Item]], Any] | None:
-        """Makes of the next call's items what that call gets as its second argument, while the present one computes."""
+        """Prepares the next call's second argument from its items, while the current call computes."""
         found: Callable[[Sequence[Item]], Any] | None = self._read_method("prepare", "items")
         if found is not None and not takes(self.user, 2):
             raise SlurmGPUError(
@@ -199,7 +199,7 @@ class Adapted:
 
     @cached_property
     def files_of_item(self) -> Callable[[int], Collection[str]] | None:
-        """The files that an item's row stands for, by the item's index, as paths relative to the run directory."""
+        """The files that belong to an item's row, by the item's index, as paths relative to the run directory."""
         return self._read_method("files_of_item", "index")
 
     @cached_property
@@ -225,9 +225,9 @@ def adapt(user: Any, name: str) -> Adapted:
 
 
 def near_misses(workload: Adapted) -> list[str]:
-    """Sentences on public members of the user's class whose name is close to one that slurmgpu looks for.
+    """Warnings about public members of the user's class with a name close to one that slurmgpu looks for.
 
-    Settings and names that the code of the class or its module uses are left out: those have another purpose.
+    Settings, and names that the code of the class or its module uses, are left out: they have another purpose.
     """
     cls = type(workload.user)
     classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]

@@ -1,4 +1,4 @@
-"""Read a member of the user's object or class; one of a wrong type is refused in a sentence."""
+"""Read a member of the user's object or class; SlurmGPUError for a wrong type."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _shown(value: Any) -> str:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a whole number above 0, and not True."""
+    """Whether `value` is a whole number above 0, and not True."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -41,17 +41,17 @@ def _is_many(value: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def is_collection_of(*kinds: type) -> Callable[[Any], bool]:
-    """Tells whether a value is a collection, other than a text, of such values."""
+    """A check whether a value is a collection of such values, and no text."""
     return lambda value: _is_many(value, kinds)
 
 
 def is_mapping_to(*kinds: Any) -> Callable[[Any], bool]:
-    """Tells whether a value is a mapping of texts to such values."""
+    """A check whether a value is a mapping of texts to such values."""
     return lambda value: isinstance(value, Mapping) and _is_many(value, (str,)) and _is_many(value.values(), kinds)
 
 
 def takes(value: Any, n_arguments: int) -> bool:
-    """Whether a value can be called with that many arguments; True if Python cannot tell, as for some built-ins."""
+    """Whether a value can be called with that many arguments; True if Python cannot tell, e.g. for some built-ins."""
     if not callable(value):
         return False
     try:

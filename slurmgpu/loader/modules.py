@@ -1,4 +1,4 @@
-"""Import a module or a class of the user's by its full name; a failed import ends in a sentence."""
+"""Import a module or a class of the user's by its full name; a failed import becomes a SlurmGPUError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of workloads: what `use` in a run file stands for, and what messages call it."""
+"""The names of workloads: the class that `use` in a run file names, and its name in messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILT_IN = {
 """Short names of the built-in workloads, which are known without any metadata of an installation."""
 
 ENTRY_POINTS = "slurmgpu.workloads"
-"""The group of entry points by which a package gives its workloads short names."""
+"""The entry-point group in which a package registers short names for its workloads."""
 
 _SHORT_NAMES = {name: short for short, name in BUILT_IN.items()} | {"slurmgpu.workloads.function:Function": "function"}
 
@@ -46,7 +46,7 @@ def installed_workloads() -> dict[str, dict[str, str]]:
 
 
 def hidden_by_built_in(use: str) -> list[str]:
-    """A sentence for each installed package that has a workload of the same name as the built-in `use`."""
+    """A note for each installed package that has a workload with the name of the built-in `use`."""
     others = installed_workloads().get(use, {}) if use in BUILT_IN else {}
     return [
         f'use = "{use}" is the built-in workload; {package} has one of the same name: use = "{full_name}".'

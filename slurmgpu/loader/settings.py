@@ -1,4 +1,4 @@
-"""The settings of a workload: those that its class takes, checked by name, and texts read from files."""
+"""The settings of a workload: check them against its class by name, and read texts from files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def names_of_settings(cls: type) -> dict[str, inspect.Parameter] | None:
 
 
 def check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
-    """Refuse a setting that the class does not have, and one that it needs and that is not given."""
+    """Refuse an unknown setting, and a missing required one."""
     if (known := names_of_settings(cls)) is None:
         return
     for name in settings:

@@ -25,7 +25,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 class Line(NamedTuple):
-    """A line: its time since the epoch, its own if it `is_dated`, else that of the line before it.
+    """A line and its time since the epoch: its own if it `is_dated`, else that of the previous dated line.
 
     `text` has no control characters except for colours; `offset` and `end` are its range of bytes in the file.
     """

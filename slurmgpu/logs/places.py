@@ -31,7 +31,7 @@ STAMP_BYTES = 200
 HOLE_BYTES = 1 << 25
 """The ends of a longer stretch without times are found by probing."""
 MAX_HOLES = 8
-"""With more such stretches, positions by time are approximate."""
+"""With more such undated stretches, positions by time are approximate."""
 DAY_S = 86_400.0
 MAX_COUNTED = 64
 

@@ -1,4 +1,4 @@
-"""The columns of a function by the annotation of what it returns."""
+"""The columns of a function, from its return annotation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurmgpu.shards.columns import Column, columns_to_json
 _LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, tuple)
 _LISTS_OF = {int: "int64[]", float: "float64[]", bool: "bool[]"}
 _ABSTRACT = (np.integer, np.signedinteger, np.unsignedinteger, np.floating)
-"""Types of NumPy that stand for several."""
+"""Abstract NumPy types, which stand for several dtypes."""
 
 Type = str | Mapping[str, Any] | None
 """The type of a column as text, or its description in run.json; None if it is not known."""
@@ -33,7 +33,7 @@ def annotated_types(function: Callable[..., Any], *, batched: bool) -> dict[str,
 
 
 def _hints(of: Any) -> dict[str, Any]:
-    """The annotations of a function or a class; empty where they cannot be evaluated: they may be prose."""
+    """The annotations of a function or a class; empty if they cannot be evaluated: they may be prose."""
     try:
         return typing.get_type_hints(of, include_extras=True)
     except Exception:  # they run any code, and some exist for type checkers only
@@ -41,7 +41,7 @@ def _hints(of: Any) -> dict[str, Any]:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The different types that a list has by its annotation; empty for what is no list, or says none."""
+    """The distinct element types of a list's annotation; empty if it is no list, or names none."""
     inner = typing.get_args(hint) if typing.get_origin(hint) in _LISTS else ()
     found: list[Any] = []
     for each in inner:
@@ -82,6 +82,6 @@ def _of_value(hint: Any) -> Type:
 
 
 def described(column: Column) -> str | Mapping[str, Any]:
-    """A column as its type, or where that has no name as in run.json."""
+    """A column's type, or, if the type has no name, its description in run.json."""
     found: Mapping[str, Any] = columns_to_json({RESULT: column})[RESULT]
     return type_of_column(column) or found

@@ -1,4 +1,4 @@
-"""`slurmgpu.map`: hand over a function and items, and get a run."""
+"""`slurmgpu.map`: give it a function and items, and get a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from slurmgpu.util.users import expanded
 log = logging.getLogger(__name__)
 
 FEWEST_SHARDS, ITEMS_OF_SHARD = 256, 256
-"""A run has about so many shards, if it has as many items, and more only of so many items: see why-elastic.md."""
+"""The number of shards of a run with enough items, and the items in a shard of a larger run: see why-elastic.md."""
 
 PROBE_ENDS_S = 3
 """How long the job that merged the probe may take to end."""
@@ -89,15 +89,15 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     `items` are the path or the glob of an input, or the items themselves: mappings, text, numbers, a data frame, an
     Arrow table. `function(item)` returns a mapping of columns to values, a dataclass, or one value, the column
     `result`. It is called as `function(item, load())` if there is `load`, which each worker calls once, on its node;
-    with `batch_size` it gets a list of items, and returns a list, or columns. What it raises is the error of its item.
+    with `batch_size` it gets a list of items, and returns a list, or columns. An exception becomes its item's error.
 
-    A function of a module is imported by tasks; one of a notebook, a script or another function is kept in the run
-    directory by value. `columns` are types, as in `{"score": "float32", "label": Text()}`; else the annotation of
-    the returned value says them, else the first item, which is computed before anything else.
+    Tasks import the function if it is defined in a module; one defined in a notebook, a script or another function is
+    saved by value in the run directory. `columns` are types, as in `{"score": "float32", "label": Text()}`; otherwise
+    they come from the return annotation, or else from the first item, which is computed before anything else.
 
     The run directory is `run_dir`, or runs/`name`, or by the function's name. `resources` are keys of [resources],
     `overrides` and `profile` as in `submit`. The run works in the background: on Slurm, or with executor="local" in
-    processes that outlive this one; with `wait` it has ended, and is merged, when this returns.
+    processes that outlive this one; with `wait` this returns once the run has ended and is merged.
     """
     refuse_if_importing("slurmgpu.map")
     _refuse_unknown(resources)
@@ -159,7 +159,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
 def _place(
     run_dir: str | Path | None, name: str | None, stem: str, folder: Path, open_ones: contextlib.ExitStack
 ) -> tuple[Path, Path | None]:
-    """The run directory; and where the function's name, `stem`, names it, the last one of this name before it."""
+    """The run directory, and, if it is named for the function's name `stem`, the previous one of this name."""
     if run_dir is not None:
         return expanded(run_dir), None
     if name is None:
@@ -178,7 +178,7 @@ def _refuse_unknown(resources: Mapping[str, Any]) -> None:
 
 
 def _refuse_given_twice(values: Overrides) -> None:
-    """Refuse values by `overrides` or a profile for what the arguments of `map` say, which would be ignored."""
+    """Refuse values of `overrides` or a profile that arguments of `map` set as well: they would be ignored."""
     for (table, key), given_by in values.sources.items():
         whole, source = ".".join(filter(None, (table, key))), "overrides" if given_by == SET else given_by
         if table == "sweep":
@@ -199,9 +199,9 @@ def _function(
     base: Path,
     argv: Sequence[str] | None,
 ) -> tuple[dict[str, Any], list[Path], Sequence[str], Sequence[str]]:
-    """The settings that name the functions, files with them for the run directory, modules that they need, and texts.
+    """The settings that name the functions, their files for the run directory, the modules that they need, and texts.
 
-    The texts may name files that they read.
+    The texts may name files that the functions read.
     """
     if function is None:
         raise SlurmGPUError("function is None; expected a function that takes an item.")
@@ -221,7 +221,7 @@ def _function(
 
 
 def _refuse_other_python(draft: Draft) -> None:
-    """Refuse an image whose Python cannot read a pickle of this one, where the image can be started here."""
+    """Refuse an image whose Python cannot read a pickle of this one, if the image can be started here."""
     container = draft.plan.container
     if container is None or shutil.which(runtime_named(container["runtime"]).program) is None:
         return  # a worker compares the versions as well
@@ -237,7 +237,7 @@ def _refuse_other_python(draft: Draft) -> None:
 
 
 def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
-    """The file of items that are in memory and no table, and their kind."""
+    """Write items that are in memory and no table to a file; its path, and the items' kind."""
     if isinstance(items, str | os.PathLike) or is_table(items):
         return None, "mapping"
     if isinstance(items, Mapping | bytes | bytearray) or not _can_be_iterated(items):
@@ -276,7 +276,7 @@ def _about_former(folder: Path, draft: Draft) -> str:
 
 
 def _as_pickled_in(former: Plan, plan: Plan) -> Plan:
-    """A plan with the pickle of a former one, if that has the same function: no two processes pickle it alike."""
+    """The plan with the pickle of a former plan if its function is the same: two processes pickle it differently."""
     then, now = (each.settings.get("pickled", {}) for each in (former, plan))
     same = then and all(then[key] == now.get(key) for key in ("same", "python"))
     return replace(plan, settings={**plan.settings, "pickled": then}) if same else plan
@@ -296,12 +296,12 @@ def _declared(columns: Columns | None) -> dict[str, Type]:
 
 
 def _most_shards(n_items: int) -> int:
-    """Fewer shards than by default: calls of a function may take a millisecond each."""
+    """The number of shards, fewer than by default: a call of a function may take only a millisecond."""
     return min(TARGET_SHARDS, max(FEWEST_SHARDS, n_items // ITEMS_OF_SHARD))
 
 
 def _learnt(draft: Draft) -> dict[str, Type]:
-    """The types of the columns by the rows of the first batch, which a run of its own computes."""
+    """The types of the columns, from the rows of the first batch, which a run of its own computes."""
     log.info("computing the first %s, to learn the columns", count_of(draft.plan.batch_size, "item"))
     small = probe.draft_part(draft, [(0, min(draft.plan.batch_size, draft.plan.n_items))])
     run, report = probe.compute_probe(small, on_status=None)
@@ -333,12 +333,12 @@ def _learnt(draft: Draft) -> dict[str, Type]:
 
 
 def _remove_probe(folder: Path) -> None:
-    """Remove the probe of which the columns were learnt, unless its jobs take long to end."""
+    """Remove the probe from which the columns were learnt, unless its jobs take long to end."""
     for left in range(PROBE_ENDS_S, -1, -1):
         try:
             with room(folder, "probe"):  # the earlier one is removed
                 return
-        except (SlurmGPUError, OSError) as error:  # the run is submitted: what stays does no harm
+        except (SlurmGPUError, OSError) as error:  # the run is submitted: a probe that stays does no harm
             if not left:
                 log.info("%s stays: %s", folder, error)
             else:

@@ -41,10 +41,10 @@ MAX_ROWS, MAX_COLUMNS = 200, 20
 
 MEANINGS = {
     "useful": "shards that are in the result",
-    "loading": "workers loading the workload",
+    "loading": "loading the workload in workers",
     "overhead": "starting, claiming, publishing and ending",
-    "idle": "waiting for others",
-    "lost": "work lost with its worker or its attempt, and shards that were damaged or set aside",
+    "idle": "waiting for other tasks",
+    "lost": "work lost when a worker or an attempt ended, and shards that were damaged or set aside",
     "repeated": "shards that were computed more than once",
 }
 

@@ -1,4 +1,4 @@
-"""Rows of the merged file on the page: how each column is distributed, and a few rows as examples."""
+"""Rows of the merged file on the page: the distribution of each column, and a few example rows."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ WIDTH, HEIGHT = 180, 30
 
 @dataclass(frozen=True)
 class Described:
-    """A column in words, with a picture of its distribution: of its numbers, or else of its lengths.
+    """A column in words, with a picture of the distribution of its numbers, or else of its lengths.
 
-    `missing` is the number of rows without a value, `not_finite` of those with NaN and infinities.
+    `missing` is the number of rows without a value, `not_finite` the number with NaN or infinity.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows for the page; `sentence` says how many were looked at."""
+    """The rows for the page; `sentence` says how many were read."""
 
     columns: list[Described]
     n_more: int
@@ -93,11 +93,9 @@ def _rows(merged: Merged, report: Report, kept: Collection[str]) -> Rows:
     chosen = sorted({int(places[(2 * number + 1) * len(places) // (2 * N_EXAMPLES)]) for number in range(N_EXAMPLES)})
     examples = [_example(merged, place, names[:MAX_COLUMNS]) for place in chosen]
     if len(places) == len(merged):
-        sentence = f"Of all {count_of(len(merged), 'row')}; failed items have no value."
+        sentence = f"From all {count_of(len(merged), 'row')}; failed items have no value."
     else:
-        sentence = (
-            f"Of {len(places):,} of {count_of(len(merged), 'row')}, at even distances; failed items have no value."
-        )
+        sentence = f"From {len(places):,} of {count_of(len(merged), 'row')}, evenly spaced; failed items have no value."
     return Rows(columns, len(names) - len(columns), examples, sentence)
 
 
@@ -138,7 +136,7 @@ def _histogram(spread: Spread) -> Figure:
     axes = made.add_subplot()
     axes.set_axis_off()
     counts = np.array(spread.counts, float)
-    # A bin with few values is seen as well.
+    # Keep a bin with few values visible.
     heights = np.where(counts > 0, np.maximum(counts / counts.max(), 0.06), 0.0)
     axes.stairs(heights, np.arange(len(heights) + 1), fill=True, color=COLOURS["running"])
     axes.set_xlim(0, len(heights))

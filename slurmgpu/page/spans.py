@@ -15,7 +15,7 @@ from slurmgpu.run.records import Computed
 from slurmgpu.util.array_ids import task_of_attempt
 
 STATES = ("starting", "loading", "running", "ended")
-"""The phases that are drawn. A task that recorded its end holds its GPUs until Slurm takes them back."""
+"""The phases that are drawn. After a task has recorded its end, it holds its GPUs until Slurm releases them."""
 NONSENSE = (TypeError, ValueError, KeyError, IndexError)
 """The errors of a damaged row, which is left out."""
 

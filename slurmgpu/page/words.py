@@ -30,7 +30,7 @@ def plain(text: Any) -> str:
 
 
 def as_typed(text: Any) -> str:
-    """A command for a page, or a path in one: as `plain`, with what looks like a secret, as sk-learn-experiments."""
+    """A command, or a path in one, for a page: as `plain`, but texts that look like secrets stay (sk-learn-runs)."""
     return NO_LETTERS.sub("\ufffd", harmless(str(text)))
 
 

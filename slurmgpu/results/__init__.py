@@ -50,11 +50,12 @@ def open(  # noqa: A001 - slurmgpu.open, as h5py and gzip do it
     """Open a merged file or a shard, to be read by column and row; SlurmGPUError for other or damaged files.
 
     With `verify` every byte is read first, in little memory, and compared with its checksum; an error names the dataset
-    and shard that differ. Without it, only the user block and the file's length are checked, so that a flipped bit in
-    the rows is read as another value.
+    and shard that differ. Without it, only the user block and the file's length are checked, and a flipped bit in the
+    rows is read as another value.
 
-    Later changes of the open file's bytes are not noticed in either case; if it is cut, or its disk fails for a minute,
-    or another machine replaces it on NFS, reading raises SlurmGPUError. `complete` tells whether every item has a row.
+    Either way, later changes to the open file's bytes are not noticed. Reading raises SlurmGPUError if the file is
+    truncated, its disk fails for a minute, or another machine replaces it on NFS. `complete` says whether every item
+    has a row.
     """
     return Merged(path, verify=verify)
 
@@ -182,10 +183,10 @@ class Merged:
         return data_frame
 
     def to_arrow(self, start: int = 0, stop: int | None = None) -> pa.Table:
-        """The rows as a table in memory; failed items have null columns, but for fields that they keep.
+        """The rows as a table in memory; failed items have null columns, except for fields that they keep.
 
-        A JSON column has the type that all of its values in the file have in common, else it is JSON text, in which
-        null is null.
+        A JSON column has the common type of all its values in the file; without one it is JSON text, in which null
+        stays null.
         """
         check_pyarrow("to_arrow() needs")
         from slurmgpu.results.arrow import to_arrow
@@ -197,7 +198,7 @@ class Merged:
     def ranges(self, n_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """The rows from `start` to `stop` - 1 as ranges (start, stop) of at most `n_bytes`, for bounded memory.
 
-        A row that is larger is a range of its own.
+        A larger row is a range by itself.
         """
         start, stop, _ = slice(start, stop).indices(len(self))
         fixed, lists = 0, list[tuple[Dataset, int]]()

@@ -15,9 +15,9 @@ from slurmgpu.shards.columns import Column
 from slurmgpu.shards.numbers import OFFSET_DTYPE
 
 Types = Mapping[str, pa.DataType | None]
-"""The type that the values of a JSON column have in common, by name; None if they have none, and null if all are.
+"""The common type of a JSON column's values, by name; None if they have none, and null if all are null.
 
-Without a type, and of nothing but null, a column is the text of its JSON.
+A column without a type, or with only null, becomes the text of its JSON.
 """
 
 
@@ -26,9 +26,9 @@ def to_arrow(
 ) -> pa.Table:
     """The rows from `start` to `stop` - 1 of `columns` as a table; `failed` is a mask of these rows.
 
-    Numbers, text and ragged values are read once. The columns of a failed item are null, but for fields that it keeps,
-    and the `error` of a good one. So is null in a JSON column, whatever the other values are. Complex numbers become
-    structs of `real` and `imag`.
+    Numbers, text and ragged values are read once. The columns of a failed item are null, except for fields that it
+    keeps; the `error` of a good item is null, and so is null in a JSON column. Complex numbers become structs of `real`
+    and `imag`.
     """
     rows, nulls = slice(start, stop), {"index": np.zeros_like(failed), "error": ~failed}
     return pa.table(
@@ -42,7 +42,7 @@ def to_arrow(
 def value_types(
     columns: Mapping[str, Column], parts: Iterable[Callable[[str], Sequence[Any]]]
 ) -> dict[str, pa.DataType | None]:
-    """The types that the values of columns have in common, of those that declare none; `parts` as in `common_types`."""
+    """The common types of the values of columns that declare no type; `parts` as in `common_types`."""
     return common_types([name for name, column in columns.items() if column.typed_by_values], parts)
 
 

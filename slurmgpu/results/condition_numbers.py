@@ -1,7 +1,7 @@
 """Numbers in conditions: comparisons without rounding, and arithmetic. Imported on demand, since it needs pyarrow.
 
-An operand is an Arrow array or scalar, or an int or a float of Python: a number that is written, which may have any
-size. How two are computed depends on their types and on what is written, never on a value of a column.
+An operand is an Arrow array or scalar, or a Python int or float: a literal in the condition, of any size. How two
+operands are computed depends on their types and on the literals, never on a value of a column.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def as_arrow(value: Operand) -> Any:
 
 
 def given(value: Operand, kind: pa.DataType) -> Any:
-    """The operand for Arrow, in which nothing but nulls are of this type."""
+    """The operand for Arrow; one with only nulls gets this type."""
     value = as_arrow(value)
     return pc.cast(value, kind) if value.type == pa.null() else value
 
@@ -81,9 +81,9 @@ def compared(op: ast.cmpop, one: Operand, other: Operand) -> Any:
 
 
 def computed(op: ast.operator, one: Operand, other: Operand) -> Operand:
-    """The result: of integers in 64 bits, ArrowInvalid if one overflows; of others in floats, which may round.
+    """The result: integers in 64 bits, with ArrowInvalid for an overflow; other numbers in floats, which may round.
 
-    ZeroDivisionError and OverflowError if written numbers cannot be computed.
+    ZeroDivisionError and OverflowError if literals cannot be computed.
     """
     by_arrow, by_python = _ARITHMETIC[type(op)]
     if _is_written(one) and _is_written(other):
@@ -118,7 +118,7 @@ def is_nan(value: Operand) -> Any:
 
 
 def _applied(function: Callable[[Any], Any], value: Operand) -> Any:
-    """A function of Arrow's of numbers, also of float16, with which older versions do not compute."""
+    """Apply an Arrow function to numbers, also to float16, which older versions do not support."""
     value = _widened(given(value, FLOAT))
     if value.type == pa.float16():
         return pc.cast(function(pc.cast(value, pa.float32())), value.type)
@@ -126,7 +126,7 @@ def _applied(function: Callable[[Any], Any], value: Operand) -> Any:
 
 
 def is_any(value: Operand, choices: Sequence[Any]) -> Any:
-    """Booleans, null where the value is: whether it is one of these values of Python; TypeError if they are no such."""
+    """Booleans, null where the value is: whether it equals one of `choices`; TypeError if those have another type."""
     choices = [each for each in choices if each is not None]
     value = given(value, pa.large_string() if any(isinstance(each, str) for each in choices) else FLOAT)
     if _is_number(value):
@@ -142,7 +142,7 @@ def is_any(value: Operand, choices: Sequence[Any]) -> Any:
 
 
 def _with_numbers(value: Any, choices: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The value in a type that Arrow looks up, and those of the numbers that this type holds: no other is equal."""
+    """The value in a type that Arrow looks up, and the numbers that this type holds: no others can be equal."""
     for each in choices:
         if not _is_written(each):
             raise TypeError(f"{each!r} is no number")
@@ -167,7 +167,7 @@ def _is_number(value: Operand) -> bool:
 
 
 def _typed(one: Operand, other: Operand) -> tuple[Operand, Operand]:
-    """The operands; what is nothing but null has the type of the other."""
+    """The operands; one with only nulls gets the type of the other."""
     kinds = [FLOAT if _is_written(each) or each.type == pa.null() else each.type for each in (one, other)]
     return _filled(one, kinds[1]), _filled(other, kinds[0])
 
@@ -177,7 +177,7 @@ def _filled(value: Operand, kind: pa.DataType) -> Operand:
 
 
 def _rounded(value: Operand, beside: Operand) -> Operand:
-    """A number that is written, with the precision of a short float beside it unless it is beyond that."""
+    """A literal with the precision of the float32 or float16 operand, unless it is beyond its range."""
     if not _is_written(value) or _is_written(beside) or beside.type not in _SHORT:
         return value
     with np.errstate(over="ignore"):
@@ -194,7 +194,7 @@ def _is_in_short(value: Operand) -> bool:
 
 
 def _holding(value: Operand) -> tuple[pa.DataType, ...]:
-    """Those of INT, UNSIGNED and FLOAT that hold the number, or all numbers of its type, without rounding."""
+    """The types of INT, UNSIGNED and FLOAT that hold the number, or all numbers of its type, without rounding."""
     if _is_written(value):
         is_whole = isinstance(value, int) or value.is_integer()
         is_float = isinstance(value, float) or nearest_float(value) == value
@@ -227,7 +227,7 @@ def _widened(value: Any) -> Any:
 
 
 def _split(value: Operand) -> tuple[Any, Any]:
-    """The nearest float, and what it leaves of the number."""
+    """The nearest float, and the remainder."""
     none = pa.scalar(0.0)
     if _is_written(value):
         near = nearest_float(value)

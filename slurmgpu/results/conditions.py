@@ -1,10 +1,10 @@
 """Conditions on rows, such as `score > 0.5 and label != "no"`. Imported on demand, since it needs pyarrow.
 
-The grammar is a part of Python's expressions, read by Python's parser; each operation is one of Arrow's, and nothing is
-evaluated as Python. docs/reference/cli.md lists what may be written. As in SQL, a comparison with null is null, and a
-row is chosen only if the condition is true; a comparison with NaN is false, except `!=`. Numbers are compared without
-rounding, except that, as in NumPy, one that is written has the precision of the float32 or float16 values beside it, so
-that 0.1 equals a stored 0.1.
+The grammar is a subset of Python's expressions, read by Python's parser; each operation is one of Arrow's, and nothing
+is evaluated as Python. docs/reference/cli.md lists the grammar. As in SQL, a comparison with null is null, and a row is
+chosen only if the condition is true; a comparison with NaN is false, except `!=`. Numbers are compared without
+rounding, with one exception, as in NumPy: a literal takes the precision of float32 or float16 values that it is
+compared with, so that 0.1 equals a stored 0.1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALLOWED = (
 
 
 class Condition:
-    """A condition on rows with columns `names`; SlurmGPUError says what in `text` is wrong. `columns` are in it."""
+    """A condition on rows with columns `names`; SlurmGPUError says what is wrong in `text`. It uses `columns`."""
 
     def __init__(self, text: str, names: Collection[str]) -> None:
         self.text, self._names = text, names
@@ -50,7 +50,7 @@ class Condition:
             raise self._wrong(f"it names no column. The columns are {', '.join(names)}.")
 
     def chosen(self, table: pa.Table) -> npt.NDArray[np.bool_]:
-        """A mask of the rows for which the condition is true; SlurmGPUError if values have other types than it needs.
+        """A mask of the rows for which the condition is true; SlurmGPUError if the values have the wrong types.
 
         The types of an empty table are checked as well.
         """
@@ -75,7 +75,7 @@ class Condition:
         return numbers.as_arrow(self._operand(node, table))
 
     def _text(self, node: ast.expr, table: pa.Table) -> Any:
-        """An Arrow array or scalar, of texts if it is nothing but null."""
+        """An Arrow array or scalar; one with only nulls becomes text."""
         return numbers.given(self._operand(node, table), pa.large_string())
 
     def _operand(self, node: ast.expr, table: pa.Table) -> numbers.Operand:

@@ -20,7 +20,7 @@ class Constants:
     values: Mapping[str, pa.Array]
 
     def beside(self, table: pa.Table, names: Collection[str], n_rows: int) -> pa.Table:
-        """A table of `n_rows` with those of `names` that it lacks and are here."""
+        """The table with those of `names` added that it lacks and that are constants here."""
         places = pa.array(np.zeros(n_rows, np.int64))
         columns = dict(zip(table.column_names, table.columns, strict=True))
         own = {name: array.take(places) for name, array in self.values.items() if name in names}
@@ -28,9 +28,9 @@ class Constants:
 
 
 def constants_of(values: Sequence[Mapping[str, Any]], columns: Sequence[Collection[str]]) -> list[Constants]:
-    """The `values` of each of several runs as columns, with null for those of the `columns` that only others have.
+    """The `values` of each of several runs as columns, with null for `columns` that only other runs have.
 
-    Over all runs a value's column has one type: that which all have in common, else the text of their JSON.
+    A column has one type for all runs: the common type of its values, else the text of their JSON.
     """
     names = list(dict.fromkeys(name for each in values for name in each))
     types = common_types(names, [lambda name: [each.get(name) for each in values]])

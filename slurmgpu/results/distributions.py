@@ -18,14 +18,14 @@ N_SAMPLED = 4096
 SAMPLE_BYTES = 64 << 20
 """About the most bytes of a sample: rows may be large."""
 _LEAST_SAMPLED = 8
-"""The rows of a sample however large they are."""
+"""The fewest rows of a sample, however large they are."""
 _N_STRETCHES = 64
 _N_BINS = 24
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The least, median and largest of finite numbers, and how many lie in each of the bins between `edges`."""
+    """The minimum, median and maximum of finite numbers, and the count in each bin between `edges`."""
 
     least: float
     median: float
@@ -36,9 +36,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Distribution:
-    """The numbers of a column, elements of arrays among them, and the lengths of its texts and lists.
+    """The numbers of a column, including elements of arrays, and the lengths of its texts and lists.
 
-    None where a column has none of the kind. Failed items have no values, and JSON null is none.
+    None if a column has none. Failed items have no values, and JSON null does not count as a value.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Distribution:
 
 
 def sampled_rows(merged: Merged) -> npt.NDArray[np.int64]:
-    """The places of the sampled rows: all of a small file, else stretches of neighbours at even distances."""
+    """The positions of the sampled rows: all of a small file, else evenly spaced groups of consecutive rows."""
     n_rows = len(merged)
     most = max(_LEAST_SAMPLED, min(N_SAMPLED, n_rows * SAMPLE_BYTES // max(1, merged.size_bytes)))
     if n_rows <= most:
@@ -61,7 +61,7 @@ def sampled_rows(merged: Merged) -> npt.NDArray[np.int64]:
 
 
 def distribution_of(merged: Merged, name: str, rows: npt.NDArray[np.int64]) -> Distribution:
-    """The distribution of a column over the good ones among the rows."""
+    """The distribution of a column over the good rows."""
     column, good = merged.columns[name], rows[~merged.failed[rows]]
     values = list(merged[name][good])
     numbers: npt.NDArray[Any] | None = None
@@ -81,7 +81,7 @@ def distribution_of(merged: Merged, name: str, rows: npt.NDArray[np.int64]) -> D
 
 
 def _in_common(values: Sequence[Any]) -> str:
-    """What all values of a JSON column are; nothing if they differ."""
+    """The common type of a JSON column's values, in words; empty if they differ."""
     for kinds, word in (
         (str, " text"),
         (bool, " boolean"),

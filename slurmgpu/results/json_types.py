@@ -1,7 +1,8 @@
 """The one type that all values of a JSON column have, for tables whose columns have types. Needs pyarrow.
 
-Numbers are integers, or floats where any has a fraction and none would be rounded. Lists have elements of one type,
-mappings fields of one type each; what a value lacks is null. Any other column has no type, and stays JSON text.
+Numbers are integers, or floats if one has a fraction and none would be rounded. Lists have elements of one type, and
+each field of mappings has one type; fields that a value lacks are null. Any other column has no type, and stays JSON
+text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MOST_LEVELS = 16
 _EXACT, _LONG = 1 << 53, 1 << 63
 
 Kind: TypeAlias = str | tuple["Kind"] | dict[str, "Kind"] | None
-"""A name of `_TYPES`, (the elements' kind,), or the fields' kinds by name; None if all values are null."""
+"""A key of `_TYPES`, (the elements' kind,), or the fields' kinds by name; None if all values are null."""
 
 _TYPES = {"text": "large_string", "bool": "bool", "exact": "int64", "long": "int64", "float": "double"}
 
@@ -27,7 +28,7 @@ class MixedError(ValueError):
 
 
 def common_kind(found: Kind, values: Sequence[Any]) -> Kind:
-    """The kind of values whose first part is of kind `found`; MixedError if they have none."""
+    """The common kind of values, the first of which are of kind `found`; MixedError if they have none."""
     if {str} >= set(map(type, values)) and found in (None, "text"):  # most columns, without a look at each value
         return "text" if values else found
     for value in values:
@@ -36,7 +37,7 @@ def common_kind(found: Kind, values: Sequence[Any]) -> Kind:
 
 
 def type_of(kind: Kind) -> pa.DataType | None:
-    """The Arrow type of a kind; None if it has none, since a mapping has no key."""
+    """The Arrow type of a kind; None if it has none, because a mapping has no keys."""
     if kind is None:
         return pa.null()
     if isinstance(kind, str):
@@ -51,9 +52,9 @@ def type_of(kind: Kind) -> pa.DataType | None:
 def common_types(
     names: Collection[str], parts: Iterable[Callable[[str], Sequence[Any]]]
 ) -> dict[str, pa.DataType | None]:
-    """The Arrow type of all values of each of these columns, that of null if all are; None if they have none in common.
+    """The common Arrow type of each column's values: the null type if all are null, None if they have none.
 
-    Each of `parts` returns the values of a column in some rows, by name. They are gone through once, and not at all
+    Each of `parts` returns the values of a column in some rows, by name. The parts are read once, and not at all
     without columns.
     """
     kinds: dict[str, Kind] = dict.fromkeys(names)

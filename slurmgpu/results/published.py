@@ -1,12 +1,12 @@
-"""The rows of a run as they are now, also while it is at work: those of merged.h5, and of shards that it lacks.
+"""The rows of a run as they are now, also while it is running: from merged.h5, and from shards that it lacks.
 
     rows = RunRows(run)                 # one look; what is published later needs another one
     for row in rows.rows(10, 20):       # the items 10 to 19, in input order, without those that have no row yet
         print(row.index, row.error or row["text"])
 
-`blocks` has the same rows as ranges of open files, for those that read columns. Every byte is verified before it is
-returned. A damaged shard counts as missing until a merge or another task replaces it, and is named in `problems`; of
-one that was computed again, merged.h5 or the revision before it is read in its place.
+`blocks` yields the same rows as ranges of open files, to read whole columns. Every byte is verified before it is
+returned. A damaged shard counts as missing until a merge or another task replaces it, and is named in `problems`; if it
+was a recomputed one, merged.h5 or the previous revision is read instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MISSING, _MERGED, _FILE = range(3)
 class Row:
     """The row of an item: `row["score"]` is a column's value; `error` says why the item failed.
 
-    The columns of a failed item are None, but for fields of the item that it keeps.
+    The columns of a failed item are None, except for item fields that the row keeps.
     """
 
     index: int
@@ -53,7 +53,7 @@ class Row:
 
 
 class Block(NamedTuple):
-    """The rows `start` to `stop` - 1 of an open file, by their places in it; ascending in `file["index"]`."""
+    """The rows at positions `start` to `stop` - 1 of an open file; ascending in `file["index"]`."""
 
     file: Merged
     start: int
@@ -87,9 +87,9 @@ class Block(NamedTuple):
 class RunRows:
     """The rows that a run has at this moment, in input order; a context manager.
 
-    A shard of which merged.h5 has the first revision, or a later one that cannot be read, is read there; others from
-    their newest whole file. `problems` names the damaged files that were met. SlurmGPUError if merged.h5 is damaged;
-    with `verify` every byte of it is compared at once, else those of a block before it is returned.
+    A shard is read from merged.h5 if that has its first revision, or a later one whose own file cannot be read; others
+    are read from their newest whole file. `problems` names the damaged files. SlurmGPUError if merged.h5 is damaged;
+    with `verify` all of its bytes are verified at once, else those of each block before it is returned.
     """
 
     run: Run
@@ -132,7 +132,7 @@ class RunRows:
         return n_rows
 
     def present(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
-        """The items from `start` to `stop` - 1 that have a row, as spans; a damaged shard that was not read counts."""
+        """The items from `start` to `stop` - 1 that have a row, as spans; damaged shards count until they are read."""
         first, last = self._among_runs(start, stop)
         size, found = self.run.plan.shard_items, list[tuple[int, int]]()
         for is_there, group in groupby(
@@ -201,13 +201,13 @@ class RunRows:
             yield from _cut(file, max(start, first) - first, min(stop, last) - first, n_bytes)
 
     def _open(self, shard: int, revision: int, damaged: list[str]) -> Merged | None:
-        """A published shard whose every byte is verified; None if it is missing, or damaged, which `damaged` gets."""
+        """A published shard with every byte verified; None if it is missing or damaged: `damaged` gets the reason."""
         path = self.run.revision_path(shard, revision)
         try:
             _verify(path, self.run, shard, self._verified)
             return Merged(path)
         except FileNotFoundError:
-            return None  # set aside by a merge meanwhile
+            return None  # a merge has just set it aside
         except DamagedShardError as error:
             damaged.append(f"{path.name} is damaged ({error})")
             return None
@@ -221,7 +221,7 @@ class RunRows:
 
 
 class FileRows:
-    """The rows of a merged file or shard, as those of a run; what was compared of it when it was opened is enough."""
+    """The rows of a merged file or shard, with the interface of `RunRows`; bytes are verified once."""
 
     def __init__(self, merged: Merged) -> None:
         self.merged, self.columns = merged, merged.columns
@@ -247,7 +247,7 @@ class FileRows:
 
 
 def _verify(path: Path, run: Run, shard: int, verified: dict[Path, Identity]) -> None:
-    """DamagedShardError if two readings find the file damaged, or of another plan."""
+    """Raise DamagedShardError if two reads find the file damaged, or written by another plan."""
     start, stop = run.plan.bounds(shard)
     with Reader(path) as reader:
         if verified.get(path) == (identity := reader.file.identity):
@@ -279,7 +279,7 @@ def _open_merged(run: Run, verify: bool) -> Merged | None:
 
 
 def _items_in(indices: npt.NDArray[np.int64], plan: Plan) -> npt.NDArray[np.int64]:
-    """The items of these indices in the input, counted from 0 among the run's."""
+    """Convert indices in the input to numbers of the run's items, from 0."""
     if not plan.look:
         return indices
     starts, stops = np.array(plan.ranges).T

@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
         return self.block.stop - self.block.start if self.mask is None else int(self.mask.sum())
 
     def of(self, values: Sequence[Any]) -> list[Any]:
-        """The chosen ones of a value for each row of the block."""
+        """The values of the chosen rows, from one value for each row of the block."""
         return list(values if self.mask is None else compress(values, self.mask))
 
 
@@ -66,10 +66,9 @@ class Chosen(NamedTuple):
 class Selection:
     """The rows of a source that a user asks for; SlurmGPUError if the request does not fit its columns.
 
-    `names` are columns in the order of the result, `index` and `error` among them; by default all. `where` is a
+    `names` are columns in the order of the result, including `index` and `error`; by default all. `where` is a
     condition, which may also name `constants`. `spans` are the items, as (start, stop); by default all. `failed`
-    chooses failed items alone. `n_seen` counts the rows that were read, chosen or not, `n_failed` the chosen ones of
-    failed items.
+    selects only failed items. `n_seen` counts all rows that were read, `n_failed` the selected rows of failed items.
     """
 
     source: Source
@@ -134,9 +133,9 @@ class Selection:
             yield from zip(*values, strict=True)
 
     def draw(self, n: int, seed: int) -> list[int]:
-        """The items of `n` of the chosen rows, drawn at random by `seed`, ascending; all if there are fewer.
+        """The items of `n` chosen rows, drawn at random with `seed`, ascending; all if there are fewer.
 
-        With a condition, or `failed`, all rows are read for that, in memory for a block and `n` numbers.
+        With a condition, or `failed`, all rows are read, with memory for one block and `n` numbers.
         """
         numbers, drawn, n_before = random.Random(seed), list[int](), 0
         if self._condition is None and not self.failed:
@@ -157,7 +156,7 @@ class Selection:
         return sorted(drawn)
 
     def tables(self) -> Iterator[pa.Table]:
-        """The chosen rows as Arrow tables of one schema, of about ROW_GROUP_BYTES at most."""
+        """The chosen rows as Arrow tables of one schema, each of at most about ROW_GROUP_BYTES."""
         for chosen in self.blocks(ROW_GROUP_BYTES):
             table = self._table_of(chosen.block, self.columns)
             yield table if chosen.mask is None else table.filter(chosen.mask)
@@ -178,7 +177,7 @@ class Selection:
             yield from self.source.blocks(start, stop, n_bytes)
 
     def _types_of(self, columns: Mapping[str, Column]) -> Mapping[str, pa.DataType | None]:
-        """The types that the values of JSON columns have in common, over all rows of the spans."""
+        """The common types of the values of JSON columns, over all rows of the spans."""
         from slurmgpu.results.arrow import value_types
 
         new = {name: column for name, column in columns.items() if name not in self._types}
@@ -192,7 +191,7 @@ class Selection:
         return to_arrow(found, block.failed, block.start, block.stop, self._types_of(columns))
 
     def _with_nulls(self, table: pa.Table) -> pa.Table:
-        """The table for a condition: nothing but null in a JSON column fits any operation, as later values may."""
+        """The table for a condition; a JSON column with only null fits any operation: later values may fit."""
         import pyarrow as pa
 
         for place, name in enumerate(table.column_names):

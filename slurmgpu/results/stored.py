@@ -1,7 +1,7 @@
 """The datasets of an open file, read by position.
 
-They are not mapped into memory: a mapped page that cannot be read, of a file that was cut or that another NFS client
-replaced, ends the process with SIGBUS.
+They are not mapped into memory: if a mapped page cannot be read, because the file was truncated or another NFS client
+replaced it, the process dies of SIGBUS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEAR_BYTES = 1 << 14  # between two rows, are read too, rather than by another 
 
 
 class Results:
-    """The bytes of an open file of results; SlurmGPUError if they cannot be read, or were cut or replaced meanwhile."""
+    """The bytes of an open file of results; SlurmGPUError if it cannot be read, or was truncated or replaced."""
 
     def __init__(self, path: Path, file: OpenFile) -> None:
         self._path, self._file = path, file
@@ -36,7 +36,7 @@ class Results:
         """Fill `found` with the bytes from `start` on."""
         try:
             n_read = self._file.read_into(found, start)
-        except ReplacedFileError as error:  # of a stale handle: an export that sees this cause begins again
+        except ReplacedFileError as error:  # a stale handle: an export that sees this cause starts over
             raise SlurmGPUError(f"{self._path} was replaced while it was open. Open the new file.") from error.__cause__
         except OSError as error:
             raise SlurmGPUError(f"{self._path} cannot be read: {error.strerror}.") from error
@@ -65,7 +65,7 @@ class Dataset:
         return found.view(self._dtype).reshape(n_rows, *self._shape[1:])
 
     def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """The rows of these numbers, in their order; those that lie near each other are read at once."""
+        """The rows with these numbers, in their order; neighbouring rows are read together."""
         found, order = np.empty((len(rows), *self._shape[1:]), self._dtype), np.argsort(rows)
         placed, row_bytes = rows[order], max(1, self._row_bytes)
         is_far = (np.diff(placed) * row_bytes > _NEAR_BYTES) | (np.diff(placed * row_bytes // _PART_BYTES) > 0)
@@ -87,7 +87,7 @@ def how_to_go_on(path: Path) -> str:
 
 
 def missing(path: Path) -> str:
-    """What to say of a file that is not there."""
+    """A message about a file that does not exist."""
     said = f"There is no file {path}."
     if path.with_name("run.json").exists():
         run = shlex.quote(str(path.parent))

@@ -44,7 +44,7 @@ class ArrayData:
         return found.copy() if is_part else found  # does not keep what else was read
 
     def _read(self, key: Any) -> tuple[npt.NDArray[Any], Any]:
-        """The rows that `key` may need, and the key to them."""
+        """The rows that `key` may need, and the key into those rows."""
         first, *rest = key if isinstance(key, tuple) and key else (key,)
         every = (slice(None), *rest)
         if isinstance(first, slice):
@@ -128,7 +128,7 @@ class ListData:
 
 
 def without_value(data: ColumnData, failed: npt.NDArray[np.bool_], start: int, stop: int) -> npt.NDArray[np.bool_]:
-    """A mask of the rows from `start` to `stop` that have no value: the failed ones, but for fields that they keep."""
+    """A mask of the rows from `start` to `stop` without a value: failed items, except for fields that they keep."""
     if not isinstance(data, ListData) or not data.column.blank_is_none or not failed.any():
         return failed
     blank: npt.NDArray[np.bool_] = np.diff(data.offsets[start : stop + 1]) == 0

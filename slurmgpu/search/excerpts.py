@@ -88,7 +88,7 @@ def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Exce
     ended = record["ended"]
     lines = _tail(files, record, None if ended is None else ended + MARGIN_S)
     lines = [line for line in lines if not _OF_SUBMITIT.search(line.text)] or lines
-    # The last line with the failure class says most, unless it is about an item.
+    # The last line with the failure class is the most informative, unless it is about an item.
     verdict = record["failure"]
     of_item = re.compile(rf"\bitem \d+(?: is quarantined)?: {verdict}: ")
     found = (place for place, line in enumerate(lines) if verdict and f": {verdict}: " in line.text)

@@ -27,7 +27,7 @@ DISABLED = "accounting storage is disabled"
 
 
 def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
-    """The lives of the run's tasks by accounting; None without an answer, which costs detail only.
+    """The lives of the run's tasks from accounting; None without an answer, which costs only detail.
 
     If accounting lacks an end, slurmctld is asked: otherwise a cancelled run would look like a preempted one, which is
     resubmitted. With `settled` both are asked repeatedly, for up to 20 s and at least three times, until they have the

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 TIMEOUT_S, TELL_S = 30, 5
 """How long a command may take, and how long until a warning names it: sacctmgr waits for a slurmdbd that hangs."""
 _NAMED: set[str] = set()
-"""Commands that were named: one that waits for a run asks again every few seconds."""
+"""Commands that were logged: a command that waits for a run asks again every few seconds."""
 ARRAY_JOB = "ARRAY_JOB"
 """The placeholder of the array's id in the script of a merge that is only shown."""
 NOT_HERE = (
@@ -76,9 +76,9 @@ _known: ContextVar[dict[tuple[str, ...], str | SlurmUnavailableError] | None] = 
 
 @contextlib.contextmanager
 def settings_asked_once() -> Iterator[None]:
-    """Within the block, keep Slurm's answers about settings of the cluster: the runs of a sweep ask for the same.
+    """Cache Slurm's answers about settings of the cluster in the block: the runs of a sweep ask for the same.
 
-    A failure of accounting to answer is kept as well: each run would wait up to TIMEOUT_S for it.
+    Missing answers of accounting are cached as well: each run would wait up to TIMEOUT_S for one.
     """
     token = _known.set({})
     try:
@@ -88,17 +88,17 @@ def settings_asked_once() -> Iterator[None]:
 
 
 def has_ended(state: str) -> bool:
-    """Whether a job in this state has ended; not in a state that is not known."""
+    """Whether a job in this state has ended; False for an unknown state."""
     return state == "COMPLETED" or class_of_job(state) is not None
 
 
 def is_silence(said: str) -> bool:
-    """Whether a command says that slurmctld did not answer it: away, being started again, or too busy."""
+    """Whether a command's message says that slurmctld did not answer: it is down, restarting, or too busy."""
     return SILENCE.search(said) is not None
 
 
 def was_not_taken(said: str) -> bool:
-    """Whether a command says that no slurmctld took its request, so that nothing is queued."""
+    """Whether a command's message says that no slurmctld took its request, so that nothing is queued."""
     rest, n_such = NOT_TAKEN.subn("", said)
     return n_such > 0 and not is_silence(rest)
 
@@ -133,9 +133,9 @@ def _output_of(*command: str) -> str:
 
 
 def table(separator: str, n_fields: int, *command: str) -> list[list[str]]:
-    """The lines of a Slurm command's answer that have so many fields.
+    """The lines of a Slurm command's output that have `n_fields` fields.
 
-    Others are of a site's wrapper, which may print what it likes before and after.
+    Other lines come from a site's wrapper, which may print anything before and after.
     """
     found = (line.split(separator) for line in run(*command).splitlines())
     return [fields for fields in found if len(fields) == n_fields]

@@ -1,4 +1,4 @@
-"""Partitions, QOSes, associations and configuration as Slurm prints them, as far as it answers."""
+"""Partitions, QOSes, associations and configuration as Slurm prints them, if it answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Facts:
 
 
 def read_facts(config: Mapping[str, str], account: str | None = None, *, with_gpus: bool = True) -> Facts:
-    """Ask scontrol, sinfo and sacctmgr; `account` is that of the submission, None for the default.
+    """Ask scontrol, sinfo and sacctmgr; `account` is the submission's, None for the default.
 
     `config` is what `commands.configuration` answered. Without `with_gpus`, sinfo is not asked.
     """
@@ -91,7 +91,7 @@ class Trial:
 
 
 def try_scripts(scripts: Mapping[str, str]) -> dict[str, Trial]:
-    """The answers of sbatch about these scripts, without queueing them; may raise SlurmUnavailableError."""
+    """Ask sbatch about these scripts without queueing them; may raise SlurmUnavailableError."""
     found = {}
     for job, text in scripts.items():
         # The array, for which the merge would wait, has no id yet.

@@ -23,7 +23,7 @@ QOS, ASSOCIATION = "QOS", "Assoc"
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit, its value, what the submission asks for, and what will happen if that is more; "" if it fits."""
+    """A limit, its value, what the submission asks for, and the consequence if that is more; "" if it fits."""
 
     limit: str
     value: str
@@ -69,7 +69,7 @@ class Held:
 
     @property
     def in_words(self) -> str:
-        """Its name and whose it is."""
+        """The limit's name, and the QOS or association that sets it."""
         return f"{self.key} of {self.source.name}"
 
 

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 IDENTITY_S = 5.0
 """How long to wait for squeue if the environment may be another job's; a busy slurmctld takes longer."""
 CLOCK_S = (-2.0, 60.0)
-"""How long ago a job began by this node's clock, if that is slurmctld's; longer where a prolog takes long."""
+"""A job began at most this long ago if this node and slurmctld have the same clock; a long prolog takes longer."""
 YEAR_S = 365 * 86400
 """From Slurm 23.02 on, a job without a time limit has this walltime in its environment."""
 

@@ -28,7 +28,7 @@ MERGE_NAME = "slurmgpu-merge"
 COMMENT = "slurmgpu:"
 """The prefix of the comments of jobs that the commands of `slurmgpu plan` submit; the run directory follows."""
 SUBMITTING_S = 300.0
-"""Much longer than a process needs to submit and to record the jobs; no harm comes of a clock that is wrong."""
+"""Much longer than a process needs to submit and to record the jobs; a wrong clock does no harm."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def own_cluster() -> str | None:
 
 
 def in_short(error: NoAnswerError) -> str:
-    """Why a queue does not answer, in a line."""
+    """Why the queue does not answer, in one line."""
     return str(error).splitlines()[-1].rpartition("error: ")[2].partition(". ")[0].removesuffix(".")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class WorkerFailedError(Exception):
-    """The worker cannot work, and neither could a new one; `kind` is the failure class."""
+    """The worker cannot continue, and a new one could not either; `kind` is the failure class."""
 
     def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Failures of a call of the workload: of its items, by the exception or by the returned value."""
+"""Failures of a call of the workload: the failures of its items, from an exception or the returned value."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
 
 
 def attempt(function: Callable[[], Any], n_items: int, *, folder: str, resumes: bool) -> tuple[Any, Failure | None]:
-    """The value that a function of the workload returned, or its failure with so many items.
+    """Call a function of the workload for `n_items` items; return its value, or its failure.
 
     Errors name the line in the user's code, which lies in `folder`. A full disk is no item's fault if the workload
     `resumes`. The exception must not leave this function: its traceback would keep the failed call's tensors alive.

@@ -1,4 +1,4 @@
-"""How long a worker may go on."""
+"""When a worker has to stop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Deadline:
-    """How long a worker may go on: until `stop` is set, or the walltime is nearly over.
+    """A worker may continue until `stop` is set, or the walltime is nearly over.
 
     `end_time` is the end of the walltime in seconds since the epoch, None for never; `margin_s` of it stay unused.
     `late_end_times` gets the end if it becomes known later.

@@ -1,4 +1,4 @@
-"""The rows that a call of the workload returned: converted for the file, or a Failure each."""
+"""The rows that a call of the workload returned, each converted for the file, or a Failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurmgpu.util.exceptions import described, is_of_network, message_of
 from slurmgpu.worker.call_failures import Failure, may_pass, of_item
 
 Kept = Sequence[Mapping[str, Any]] | None
-"""The fields that each row gets of its item, if it gets any."""
+"""The fields that each row keeps of its item, if any."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class SideThread:
     """A thread that is started with its first function and ends with `close`.
 
-    It is a daemon: a function that hangs keeps no process from its end.
+    It is a daemon: a function that hangs does not keep the process from ending.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Computed shards of a worker that wait until one shows that the workload works."""
+"""Computed shards that a worker holds back until one shows that the workload works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ two shards, if there are more. If 95 of 100 items fail alike, MANY do so in fewe
 
 
 def is_enough(n_items: int, seconds: float) -> bool:
-    """Whether it is enough that so many items failed alike within these seconds, and none was computed."""
+    """Whether so many items that failed alike in these seconds, none computed, show that the workload is at fault."""
     return n_items >= MANY or (n_items >= FEW and seconds >= LONG_S)
 
 

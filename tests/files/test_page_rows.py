@@ -84,7 +84,7 @@ def test_the_page_shows_rows_of_items_and_hides_secrets_and_signs(run, tmp_path)
     assert [int(index) for index in re.findall(r"Row of item (\d+)", section)] == [3, 10, 16, 23, 30, 36]
     assert "<dt>score</dt><dd>0.75</dd>" in section
     assert '<dd>{"n": 3, "why": "<script>•••"}</dd>' in section
-    assert "Of all 40 rows; failed items have no value." in section
+    assert "From all 40 rows; failed items have no value." in section
 
 
 def test_a_large_file_is_sampled_evenly_and_the_same_each_time(run, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_large_file_is_sampled_evenly_and_the_same_each_time(run, monkeypatch)
     with results.open(made.merged) as merged:
         assert sampled_rows(merged).tolist() == [0, 1, 12, 13, 25, 26, 38, 39]
     rows = rows_of(made, report)
-    assert rows.sentence == "Of 8 of 40 rows, at even distances; failed items have no value."
+    assert rows.sentence == "From 8 of 40 rows, evenly spaced; failed items have no value."
     assert rows == rows_of(made, report)
 
 
