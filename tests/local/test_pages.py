@@ -276,7 +276,7 @@ def test_without_its_packages_there_is_no_page_and_a_sentence_says_why(faulty, m
     monkeypatch.setattr(pages, "page_path", lambda run: tmp_path / "report.html")
     caplog.set_level("INFO")
     merging.merge(run)
-    assert "report.html is not written: no_such_package" in caplog.text
+    assert "report.html is not written without no_such_package" in caplog.text
     assert not (tmp_path / "report.html").exists()
 
 
