@@ -233,7 +233,7 @@ def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same
     goes_on = f"slurmgpu.open_run('{tmp_path}/runs/slow').resubmit() would compute only what it lacks"
     assert f"{tmp_path}/runs/slow has the same function and items, and is incomplete: {goes_on}" in again.stderr
     assert again.stdout == f"{tmp_path}/runs/slow-2\n"
-    with pytest.raises(SlurmGPUError, match=r"lacks \d+ rows of its 16: `slurmgpu resubmit"):
+    with pytest.raises(SlurmGPUError, match=r"lacks \d+ rows of its 16\. To compute them: `slurmgpu resubmit"):
         list(rows)
     with pytest.raises(SlurmGPUError, match="lacks rows of its 16"):
         _ = run["result"]
