@@ -89,7 +89,7 @@ def test_planning_refuses_in_a_sentence_and_imports_no_torch(nothing, tmp_path):
         ("max_token = 3\n", "has no setting 'max_token'. Did you mean 'max_tokens'?"),
         ('max_tokens = "3"\n', "setting 'max_tokens' should be a valid integer; found '3'."),
         ("top_p = 2.0\n", "top_p is 2.0; expected more than 0 and at most 1."),
-        ('system = "file:nowhere.txt"\n', "system is 'file:nowhere.txt', and "),
+        ('system = "file:nowhere.txt"\n', "system is 'file:nowhere.txt', but "),
     ]
     code = """
 import json, sys

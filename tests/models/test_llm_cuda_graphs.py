@@ -367,7 +367,7 @@ def test_a_model_that_gives_other_scores_each_time_is_held_to_that(folder, monke
     assert verdict.reason is None
     assert max(each.flipped for each in verdict.trials) > graph_check.REPLAYED
     reason = ours._decodings.use(lambda _: Wrong(4, one_wrong_logit)).reason
-    assert "those of the same step when it is called" in reason
+    assert "the same step when it is called" in reason
 
 
 class Flips(EagerRunner):
@@ -396,7 +396,7 @@ def test_a_replay_that_differs_now_and_then_is_done_again(folder):
     assert verdict.reason is None
     assert max(each.replayed for each in verdict.trials) <= graph_check.REPLAYED
     assert max(each.flipped for each in verdict.trials) > graph_check.REPLAYED
-    assert "those of the same step when it is called once" in ours._decodings.use(lambda _: Flips(5.0)).reason
+    assert "the same step when it is called once" in ours._decodings.use(lambda _: Flips(5.0)).reason
 
 
 @pytest.mark.parametrize("least_rows", [0, 2])
@@ -412,7 +412,7 @@ def test_a_replay_that_writes_nothing_is_refused(folder, least_rows):
                 return
             frame.compute(forward)
 
-    assert "those of the same step when it is called" in in_slots(folder(), Dead).verdict.reason
+    assert "the same step when it is called" in in_slots(folder(), Dead).verdict.reason
 
 
 def test_scores_far_from_zero_are_rounded_coarsely():
