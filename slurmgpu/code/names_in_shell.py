@@ -8,10 +8,10 @@ from dataclasses import dataclass
 _SUFFIXES = frozenset({".sh", ".bash", ".zsh"})
 _FIRST_LINE = re.compile(rb"#!.*\b(?:ba|z|da|k)?sh\b")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
-_USAGE = re.compile(
-    r"([\"'])\s*usage:(?:\\.|(?!\1).)*\1|\$\{\w+:?\?(?:\$\{[^}\n]*\}|[^}\n])*\}", re.IGNORECASE | re.DOTALL
-)
-"""A text in quotes that says how the script is called, or what `${1:?...}` says where there is no argument."""
+_USAGE = re.compile(r"([\"'])\s*usage:(?:\\.|(?!\1).)*\1", re.IGNORECASE | re.DOTALL)
+"""A text in quotes that says how the script is called."""
+_REQUIRED = re.compile(r"\$\{(\w+):?\?(?:\$\{[^}\n]*\}|[^}\n])*\}")
+"""`${1:?...}`, whose text is printed where there is no argument."""
 _BEGINS = r"(?:^|[;&{]|\b(?:then|else|do)\b)[ \t]*"
 _TO_STDERR = r"(?:1?>&2|>[ \t]*/dev/(?:stderr|tty))"
 _PRINTED = re.compile(
@@ -60,7 +60,8 @@ def is_shell(source: bytes, suffix: str) -> bool:
 def commands_in(source: bytes) -> str:
     """The text of a script, its continued lines joined, without comments and texts that say how it is called."""
     text = _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
-    return _PRINTED.sub(r"\1", _USAGE.sub(" ", _without_printed_documents(text)))
+    text = _REQUIRED.sub(r"${\1}", _USAGE.sub(" ", _without_printed_documents(text)))
+    return _PRINTED.sub(r"\1", text)
 
 
 def _without_printed_documents(text: str) -> str:

@@ -80,6 +80,7 @@ PROSE = {
     "a variable": "USAGE=\"\nusage: srun ./x.sh > out.json, of 'a'\n\"",
     "a default": ': "${1:?usage: ${0##*/} ITEM > out.json, by srun ./x.sh}"',
     "a call": 'die "usage: x.sh ITEM > out.json"',
+    "the name of an output": "python x.py > ${1:?usage: $0 ITEM}.json",
 }
 COMMANDS = {
     "the word behind a quote": "grep 'x' usage.log > out.json; awk '{print}' a",
@@ -103,7 +104,12 @@ def test_what_a_script_only_says_is_no_command(tmp_path, text, is_prose):
     tracer = Tracer(tmp_path, None)
     tracer.add_script(script)
     notes = " ".join(tracer.finish().notes)
-    assert (notes == "") if is_prose else ("x.sh writes out.json by the same name" in notes)
+    assert (notes == "") if is_prose else ("x.sh writes out.json under the same name" in notes)
+
+
+def test_an_argument_that_a_script_requires_chooses_its_gpu():
+    names = names_in_shell.names_in(names_in_shell.commands_in(b"CUDA_VISIBLE_DEVICES=${1:?usage: $0 GPU} python x.py"))
+    assert names.chooses_gpus
 
 
 def test_what_a_program_says_to_its_user_starts_no_step(tmp_path):
