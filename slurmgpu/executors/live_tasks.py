@@ -134,9 +134,11 @@ def cancel_all(runs: Sequence[Run]) -> Iterator[tuple[Run, str | SlurmGPUError]]
     left = deque(runs)
     while left:
         since, among, seen = time.monotonic(), dict[str, Sequence[Any] | None](), list[_Cancelled]()
-        while left and len(seen) < MOST_TOGETHER and not (seen and time.monotonic() - since > ANSWER_S):
-            seen.append(_cancelled_but_jobs(left.popleft(), among))
-        _end_jobs(seen)
+        try:
+            while left and len(seen) < MOST_TOGETHER and not (seen and time.monotonic() - since > ANSWER_S):
+                seen.append(_cancelled_but_jobs(left.popleft(), among))
+        finally:  # their runs say by now that they are cancelled
+            _end_jobs(seen)
         for each in seen:
             yield each.run, each.error or "; ".join(each.done)
 

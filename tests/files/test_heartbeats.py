@@ -1,6 +1,7 @@
 """Who is alive: a task shows it from its first second, and no command that assumes silence acts while one beats."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks
+from slurmgpu.executors.slurm import Slurm
 from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.run import heartbeats
 from slurmgpu.run.directory import Run
@@ -162,6 +164,25 @@ def test_a_run_of_a_sweep_that_cannot_be_cancelled_keeps_no_other_from_it(run, t
     assert [name for name, _ in found] == [run.name, "other"]
     assert "'gone'" in str(found[0][1])
     assert found[1][1] == ""
+
+
+def test_an_unexpected_error_at_one_run_leaves_no_job_of_an_earlier_one_behind(run, tmp_path, monkeypatch):
+    """Its submission says by then that it is cancelled."""
+    other = pretend_run(tmp_path / "other", 10, n_tasks=1)
+    ended = []
+
+    def looked_at(executor, asked, lines, among=None):
+        if asked.name == "other":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return ["7"]
+
+    queued_on(run, monkeypatch, cluster="here", uid=os.getuid())
+    queued_on(other, monkeypatch, cluster="here", uid=os.getuid())
+    monkeypatch.setattr(Slurm, "jobs_to_cancel", looked_at)
+    monkeypatch.setattr(Slurm, "cancel_jobs", lambda executor, jobs: ended.extend(jobs))
+    with pytest.raises(OSError, match="Stale"):
+        list(live_tasks.cancel_all([run, other]))
+    assert ended == ["7"]
 
 
 def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes_on(run, monkeypatch):
