@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.broken_process import is_broken_cuda
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.out_of_memory import is_out_of_memory
 
@@ -52,12 +53,14 @@ def counting_method(user: Any, name: str, column: str) -> Callable[[Any], float]
         try:
             given = count(batch)
         except Exception as error:  # the user's code may raise any
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or is_broken_cuda(error):
                 raise
             raise SlurmGPUError(f"{called} raised {described(error)}. {about}") from error
         try:
             return float(given)
         except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError of a tensor of several numbers
+            if is_broken_cuda(error):  # a kernel that failed earlier is told where its tensor is read
+                raise
             raise SlurmGPUError(f"{called} gave a {type(given).__name__}; expected a number. {about}") from error
 
     return counted

@@ -26,6 +26,7 @@ from slurmgpu.training.splits import read_split  # noqa: E402
 from slurmgpu.training.states import own_buffers, restored_buffers, share_buffers  # noqa: E402
 from slurmgpu.training.strategy import Strategy  # noqa: E402
 from slurmgpu.training.sync_schedule import SyncSchedule  # noqa: E402
+from slurmgpu.training.user_methods import counting_method  # noqa: E402
 from tests.support.nightly import by_night  # noqa: E402
 from tests.support.training_ranks import (  # noqa: E402
     BASE,
@@ -548,6 +549,24 @@ def test_a_method_of_this_name_that_counts_no_tokens_is_a_sentence(train, own, s
 
     with pytest.raises(SlurmGPUError, match=rf"^Reading\.{sentence}"):
         train(Reading())
+
+
+@pytest.mark.parametrize("is_read_late", [False, True])
+def test_a_lost_gpu_is_told_as_itself_where_tokens_are_counted(is_read_late):
+    """A kernel's failure comes where its result is read: in the method, or as its tensor becomes a number."""
+    lost = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    class Late:
+        def __float__(self):
+            raise lost
+
+    class Reading:
+        def tokens(self, batch):
+            return Late() if is_read_late else float(Late())
+
+    with pytest.raises(RuntimeError, match="uncorrectable ECC") as caught:
+        counting_method(Reading(), "tokens", "tokens_per_s")(None)
+    assert caught.value is lost
 
 
 def test_attributes_that_cannot_be_called_are_the_users(train):
