@@ -125,6 +125,8 @@ def test_what_a_source_lacks_is_a_sentence(tmp_path, text, sentence):
         ("tokens: int = 128\n    optimizer = 'adam'\n    blocks = None", None),
         ("@staticmethod\n    def tokens(batch): ...", None),
         ("@wrapped\n    def tokens(self): ...", None),
+        ("def tokens(self): ...\n    tokens = wrapped(tokens)", None),
+        ("tokens = None\n    def tokens(self): ...\n    def tokens(self, batch): ...", None),
         (
             "def tokens(self): ...",
             "tokens(self), and the training loop calls it as tokens(batch). Let it take that, or",
@@ -157,6 +159,13 @@ def test_a_method_that_the_loop_cannot_call_is_refused_at_planning(tmp_path, bod
         with pytest.raises(SlurmGPUError, match=r"C: the class has the method ") as caught:
             read(name)
         assert written in str(caught.value)
+
+
+@pytest.mark.parametrize("class_line", ["@fitted\nclass C:", "class C(Base, Mine):"])
+def test_methods_that_others_may_replace_are_not_refused(tmp_path, class_line):
+    mine = "from x import Base, fitted\nclass Mine:\n    def tokens(self): ...\n"
+    method = "def tokens(self): ..." if "@" in class_line else ""
+    training_class.read_class(source_of(tmp_path, f"{mine}{class_line}\n    {METHODS}\n    {method}"))
 
 
 def test_a_class_with_a_base_from_elsewhere_may_inherit_anything(tmp_path):

@@ -169,7 +169,7 @@ def _describe(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Traini
                 misfits={**misfits, **inherited.misfits},
             )
         elif name != "object":
-            found = replace(found, is_whole=False, takes_any=True)
+            found = replace(found, is_whole=False, takes_any=True, misfits={})  # it may have others in their place
     own, plain = _names_bound(node), _plain_values(node)
     misfits = {name: misfit for name, misfit in found.misfits.items() if name not in own}
     found = replace(found, methods=(found.methods | own) - plain, misfits={**misfits, **_misfits(node)})
@@ -179,37 +179,39 @@ def _describe(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Traini
         found = replace(found, arguments=_of_init(init), takes_any=init.args.kwarg is not None)
     elif "dataclass" in decorators:
         found = replace(found, arguments={**found.arguments, **_of_dataclass(node)})
-    return replace(found, is_whole=False, takes_any=True) if decorators - {"dataclass"} else found
+    return replace(found, is_whole=False, takes_any=True, misfits={}) if decorators - {"dataclass"} else found
+
+
+def _last_bound(node: ast.ClassDef) -> dict[str, ast.stmt]:
+    """The statement of a class's body that binds each name last: `loss = with_model(loss)` follows a method."""
+    return {name: each for each in node.body for name in _names_bound(ast.Module([each], []))}
 
 
 def _plain_values(node: ast.ClassDef) -> set[str]:
     """Attributes of a class that are numbers or texts, or annotated as such: fields of a dataclass, for example."""
     found = set()
-    for each in node.body:
-        targets = (
-            each.targets if isinstance(each, ast.Assign) else [each.target] if isinstance(each, ast.AnnAssign) else []
-        )
+    for name, each in _last_bound(node).items():
         value = each.value if isinstance(each, ast.Assign | ast.AnnAssign) else None
         is_plain = isinstance(each, ast.AnnAssign) and ast.unparse(each.annotation) in TYPES
         if is_plain or isinstance(value, ast.Constant):
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+            found.add(name)
     return found
 
 
 def _misfits(node: ast.ClassDef) -> dict[str, str]:
     """The methods in a class's body that do not take what the training loop gives them, as they are written."""
     found = {}
-    for each in node.body:
-        if not isinstance(each, ast.FunctionDef) or each.name not in CALLED_WITH:
+    for name, each in _last_bound(node).items():
+        if not isinstance(each, ast.FunctionDef) or name not in CALLED_WITH:
             continue
         decorators = [ast.unparse(decorator) for decorator in each.decorator_list]
         if decorators not in ([], ["staticmethod"], ["classmethod"]):
             continue  # what it takes is unknown
-        args, n_given = each.args, len(CALLED_WITH[each.name]) + (decorators != ["staticmethod"])
+        args, n_given = each.args, len(CALLED_WITH[name]) + (decorators != ["staticmethod"])
         most = len(args.posonlyargs) + len(args.args)
         is_many = n_given > most and args.vararg is None
         if is_many or n_given < most - len(args.defaults) or None in args.kw_defaults:
-            found[each.name] = f"{each.name}({ast.unparse(args)})"
+            found[name] = f"{name}({ast.unparse(args)})"
     return found
 
 
