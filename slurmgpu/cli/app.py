@@ -80,7 +80,7 @@ def init(
       embed      a vector for each text
       generate   a language model's answers to each prompt
       classify   one of your labels for each text
-      score      the output of a classifier, a reward model or a reranker for each text
+      score      what a classifier, a reward model or a reranker gives each text
       perplexity how likely each text is to a language model
       judge      a language model's verdict on each answer
       collect    a language model's solutions, and a value for each step

@@ -185,4 +185,4 @@ def _nothing_to_compute(run: Run) -> SlurmGPUError:
         said = f"{run.folder} has every shard: there is nothing to compute. {again}"
     else:
         said = f"{run.folder} has every shard, and no item failed: there is nothing to compute."
-    return NothingToSubmitError(f"{said} {more} and another --run-dir.")
+    return NothingToSubmitError(f"{said} {more}, with another --run-dir.")

@@ -423,7 +423,7 @@ def test_a_container_that_is_corrected_in_the_run_file_is_used_by_resubmit(proje
     run_file.write_text(run_file.read_text().replace(str(missing), str(tmp_path)))
     done = slurmgpu("resubmit", "run", cwd=folder, expect=0)
     assert "[container]" in done.stderr
-    assert "changed: binds" in done.stderr
+    assert "has changed and is used: binds" in done.stderr
     check_rows(folder, 40)
 
 

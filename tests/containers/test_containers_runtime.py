@@ -98,8 +98,8 @@ def test_check_looks_into_an_image_of_another_package(project, slurmgpu, bare):
     ("change", "said"),
     [
         ({"strict": True}, "bare does not support [container] strict = true"),
-        ({"home": "private"}, '[container] home = "private" is not for bare, which can "host".'),
-        ({"stage": "unpack"}, '[container] stage = "unpack" is not for bare, which can "none".'),
+        ({"home": "private"}, 'bare does not support [container] home = "private"; expected "host".'),
+        ({"stage": "unpack"}, 'bare does not support [container] stage = "unpack"; expected "none".'),
     ],
 )
 def test_what_a_runtime_cannot_do_is_refused_when_the_run_is_planned(bare, change, said):
@@ -119,14 +119,14 @@ def test_what_is_no_runtime_is_a_sentence(project, slurmgpu, bare, monkeypatch):
         runtime_named.cache_clear()
         with pytest.raises(SlurmGPUError, match=reason):
             runtime_named("bare")
-    with pytest.raises(SlurmGPUError, match="No container runtime 'bear' is known"):
+    with pytest.raises(SlurmGPUError, match="No container runtime 'bear' is installed"):
         runtime_named("bear")
 
 
 def test_a_node_that_lacks_the_runtimes_package_ends_a_task_by_a_sentence(tmp_path):
     container = Container("/image.bear", "bear", scratch=str(tmp_path))
     try:
-        with pytest.raises(ContainerError, match="No container runtime 'bear' is known"):
+        with pytest.raises(ContainerError, match="No container runtime 'bear' is installed"):
             prepare(container, [], os.environ)
     finally:
         leave_task_folders()

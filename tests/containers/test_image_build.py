@@ -245,9 +245,9 @@ WRAPPER = "FATAL:   While performing build: while running engine: while running 
     ("said", "meaning"),
     [
         ("FATAL:   While performing build: conveyor failed: no space left on device", "APPTAINER_TMPDIR"),
-        ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", "private one"),
+        ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", "has its own authority"),
         ("FATAL: dial tcp: lookup registry-1.docker.io: no such host", "wheels with --bind WHEELS:/mnt"),
-        ("reading manifest sha256:00 in docker.io/x/y: manifest unknown", "--base names another"),
+        ("reading manifest sha256:00 in docker.io/x/y: manifest unknown", "name another with --base"),
         ("ERROR: No matching distribution found for h5py>=3.11", "pip finds no package h5py>=3.11"),
         ("set_attributes: failed to change uid and gids on /tmp/x/bin", "--mksquashfs-args -all-root"),
         ("FATAL:   newuidmap was not found in PATH (/usr/sbin)", "package uidmap"),

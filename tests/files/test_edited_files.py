@@ -53,7 +53,7 @@ def test_an_input_in_a_plan_that_cannot_be_one_is_refused(project, slurmgpu):
         path.write_text(json.dumps(plan))
         done = slurmgpu(command[0], path.parent, *command[1:], expect=2)
         assert done.stderr == f"error: {path} is damaged: its input: {told}.\n"
-    for n_items, n_planned, told in ((5, 4, "has 4 items, and its files and ranges have 5."), (5, 5, "another plan")):
+    for n_items, n_planned, told in ((5, 4, "has 4 items, but its files and ranges have 5."), (5, 5, "another plan")):
         plan = json.loads(planned)
         plan["input"]["n_items"] = n_planned
         plan["input"]["files"][0]["n_items"] = n_items

@@ -328,7 +328,7 @@ def test_a_file_that_is_cut_while_it_is_read_gets_a_sentence_and_no_signal(tmp_p
     for path, said in zip(paths, done.stdout.splitlines(), strict=True):
         assert re.fullmatch(
             rf"{path} was truncated while it was open: it ends before byte \d+\. `slurmgpu merge RUN` rewrites"
-            r" from the run's shards\.",
+            r" merged\.h5 from the run's shards\.",
             said,
         )
 

@@ -169,7 +169,7 @@ def test_who_may_not_change_a_run_is_told_so_before_anything_is_done(colleagues,
     before = content(folder)
     for command in CHANGES:
         done = colleagues.slurmgpu(BOB, *command, cwd=folder, expect=2, **IN_A_JOB)
-        assert f"{folder / 'run'} is games's, and you cannot " in done.stderr
+        assert f"{folder / 'run'} belongs to games, and you cannot " in done.stderr
         assert f"Have games do it, or do it in your own copy: cp -r {folder / 'run'} " in done.stderr
         assert done.stdout == ""
     assert content(folder) == before
@@ -219,7 +219,7 @@ def test_who_would_hide_rows_from_the_owner_by_a_umask_is_told_so_before_anythin
     before = content(folder)
     for command in (("merge", "run"), ("resubmit", "--trust", *COMPUTE, "run"), ("task", "--trust", "run")):
         said = colleagues.slurmgpu(BOB, *command, cwd=folder, umask=umask, expect=2, **IN_A_JOB).stderr
-        assert f"games could not read what you write there with the umask {umask:04o}; `umask 0022` first" in said
+        assert f"games could not read what you write there with the umask {umask:04o}; type `umask 0022` first" in said
     assert content(folder) == before
     colleagues.slurmgpu(BOB, "resubmit", "--trust", *COMPUTE, "run", cwd=folder, expect=0)
     lack(folder, 0)
@@ -374,7 +374,7 @@ def test_another_users_merge_runs_neither_summarize_nor_on_end(colleagues, user)
     (folder / "run" / "submissions.jsonl").write_text("".join(f"{line}\n" for line in lines if "ended" not in line))
     done = colleagues.slurmgpu(user, "merge", "--force", "run", cwd=folder, umask=0o002, expect=0)
     assert ran(marks) == []
-    assert f"games has written as you. To allow it: slurmgpu merge --trust {folder / 'run'}" in done.stderr
+    assert f"what games wrote. To allow it: slurmgpu merge --trust {folder / 'run'}" in done.stderr
     assert report(folder)["complete"]
     (folder / "run" / "submissions.jsonl").write_text("".join(f"{line}\n" for line in lines if "ended" not in line))
     colleagues.slurmgpu(user, "merge", "--force", "--trust", "run", cwd=folder, umask=0o002, expect=0)

@@ -371,7 +371,7 @@ def test_a_file_that_a_script_of_a_shell_writes_in_each_call_is_told_before_a_ru
     (folder / "one.py").write_text('open("gc.tsv", "w")\n')
     (folder / "one.sh").write_text('#!/bin/bash\npython one.py > "$1.txt"\ncut -f 2 "$1.txt" > gc.tsv\n')
     said = json.loads(slurmgpu("submit", "--dry-run", "--json", cwd=folder, expect=0).stdout)["notes"]
-    found = [note.partition(" by the same name in each call")[0] for note in said if " by the same name" in note]
+    found = [note.partition(" under the same name in each call")[0] for note in said if " under the same name" in note]
     assert found == told
 
 
@@ -478,13 +478,17 @@ def test_what_chooses_gpus_itself_is_told(tmp_path, run, line, env, place):
 @pytest.mark.parametrize(
     ("line", "options", "told"),
     [
-        ("TrainingArguments('out')", [], "one.py writes out by the same name"),
-        ("Trainer(default_root_dir='logs', devices=1)", [], "one.py writes logs by the same name"),
-        ("parser.add_argument('--output-dir', default='out')", [], "one.py writes out (--output_dir) by the same name"),
+        ("TrainingArguments('out')", [], "one.py writes out under the same name"),
+        ("Trainer(default_root_dir='logs', devices=1)", [], "one.py writes logs under the same name"),
+        (
+            "parser.add_argument('--output-dir', default='out')",
+            [],
+            "one.py writes out (--output_dir) under the same name",
+        ),
         (
             "parser.add_argument('--to', default='out')\nos.makedirs(a.to)",
             [],
-            "one.py writes out (--to) by the same name",
+            "one.py writes out (--to) under the same name",
         ),
         ("parser.add_argument('--to', default='out')\nPath(a.to, 'x').mkdir()", ["--to", "fits/{text}"], None),
         ("parser.add_argument('--to', default='out')\nprint(a.to)", [], None),
@@ -503,7 +507,7 @@ def test_a_folder_into_which_each_call_writes_is_told_unless_an_option_says_anot
     folder = make(tmp_path / "project", "one.py", run=[*RUN["one.py"], *options], texts=["a"])
     with open(folder / "one.py", "a") as script:
         script.write(f"{line}\n")
-    found = told_at_planning(folder, "by the same name in each call")
+    found = told_at_planning(folder, "under the same name in each call")
     assert [each.partition(" in each")[0] for each in found] == ([told] if told else [])
 
 
@@ -840,7 +844,7 @@ def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
         ),
         (
             ["--col", "n:str", "--", "wc", "{text}"],
-            "the column 'n' has the type 'str'; expected 'text' for such values",
+            "the column 'n' has the type 'str'; for such values use 'text'",
         ),
         (
             ["--each", "images/1.png", "images/2.png", "images/3.png", "--col", "n:int32", "--", "wc", "{path}"],
@@ -849,7 +853,7 @@ def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
         ),
         (
             ["--col", "n:int32", "-s", "values.text=a", "--", "wc", "{text}", "{in}", "{out}"],
-            "command has a value 'text' under [settings], and the input",
+            "command has a value 'text' in [settings], but the input",
         ),
         (["--col", "n:int32", "--keep", "idd", "--", "wc", "{text}"], "keep takes the field 'idd'"),
         (["--col", "n:int32", "--", "wc", "{txet}"], "takes the field 'txet'"),
@@ -978,7 +982,7 @@ def test_an_earlier_run_that_cannot_be_read_stands_in_nobodys_way(tmp_path, proj
         refused = PermissionError(errno.EACCES, "Permission denied", tmp_path / "count" / "merged.h5")
         monkeypatch.setattr(earlier_run, "is_complete", mock.Mock(side_effect=refused))
         said = earlier_run.compare_earlier(tmp_path / "count", draft, "program", "", "", lambda earlier: draft.plan)
-    assert said == f"This run computes all items, in {draft.run_dir}, as {tmp_path}/count exists."
+    assert said == f"This run computes all items, in {draft.run_dir}, because {tmp_path}/count exists."
 
 
 def test_an_argument_that_is_no_utf_8_is_refused():

@@ -205,7 +205,7 @@ def test_no_rows_are_exported_as_no_rows(tmp_path, file_format):
 
 
 def test_an_unknown_format_is_refused_with_the_closest_one(merged, tmp_path):
-    with pytest.raises(SlurmGPUError, match=r"no export to 'json'\. Did you mean 'jsonl'"):
+    with pytest.raises(SlurmGPUError, match=r"no export format 'json'\. Did you mean 'jsonl'"):
         export(merged, "json", tmp_path / "a.json")
 
 
@@ -279,7 +279,7 @@ def test_an_export_needs_little_memory_however_many_rows_there_are(tmp_path, fil
 def test_damaged_records_beside_a_merged_file_keep_no_rows_back(merged, tmp_path, caplog):
     (tmp_path / "run.json").write_text('{"exports": ')
     assert export(merged, "csv", tmp_path / "a.csv").n_rows == N_ROWS
-    assert "run.json is damaged, and is not used for the export" in caplog.text
+    assert "run.json is damaged and not used for the export" in caplog.text
     (tmp_path / "run.json").write_text("[1]")
     assert export(merged, "csv", tmp_path / "a.csv").n_rows == N_ROWS
 

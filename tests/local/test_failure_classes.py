@@ -70,7 +70,7 @@ def test_an_attempt_fails_with_the_class_and_its_policy_is_kept(run):
     assert bad_nodes(report["attempts"]) == [attempt["node"]]
     [shown] = classes_of(report)
     assert (shown["name"], shown["meaning"]) == ("licence", "the licence server had none left")
-    assert shown["policy"] == "another submission may compute it; it leaves the node out"
+    assert shown["policy"] == "another submission may compute it; it excludes the node"
     [event] = events_of_class(Run.open(found.folder), "licence")
     assert (event.what, event.message) == (f"attempt {attempt['attempt']}", attempt["message"])
 

@@ -134,7 +134,7 @@ def test_a_cache_that_lacks_a_file_is_completed_or_refused(tmp_path: Path, hub: 
 
 
 REFUSED = {
-    "hf://lab/texts": "names no data set: expected hf://datasets/OWNER/NAME@REVISION/PATH",
+    "hf://lab/texts": "names no data set; expected hf://datasets/OWNER/NAME@REVISION/PATH",
     "hf://datasets/lab/texts@main": "has a revision and no files",
     "hf://datasets/lab/none": "does not exist on the hub, or is private",
     "hf://datasets/lab/gated": "is gated: accept its terms",

@@ -208,7 +208,7 @@ def test_a_squeue_that_does_not_answer_costs_one_line(folder, slurmgpu, tmp_path
     path = {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
     assert slurmgpu("list", folder, **path, expect=0).stderr == "The queue is not known: Connection refused.\n"
     told = slurmgpu("status", folder / "run", **path, expect=0).stderr
-    assert told.splitlines()[0] == "WARNING: the queue is not known: Connection refused"
+    assert told.splitlines()[0] == "WARNING: the queue is unknown: Connection refused"
 
 
 def test_a_folder_without_runs_and_none_at_all_get_a_sentence(folder, slurmgpu):

@@ -258,9 +258,9 @@ class Rows:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("hangs", "the worker has done its work, and does not end within 4 s: it is killed"),
-        ("dies", "the worker died by SIGSEGV, and had done its work"),
-        ("fails", "the worker exited with code 3, and had done its work"),
+        ("hangs", "the worker has done its work but did not end within 4 s; killing it"),
+        ("dies", "the worker died by SIGSEGV after it had done its work"),
+        ("fails", "the worker exited with code 3 after it had done its work"),
     ],
 )
 def test_a_worker_that_hangs_or_dies_when_its_work_is_done_has_done_it(
@@ -732,7 +732,7 @@ def test_a_few_items_that_all_fail_have_their_errors(project, slurmgpu):
 def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, slurmgpu):
     folder = project(40, settings={"faults": {"17": "exception", "33": "segfault"}})
     slurmgpu(*LOCAL, cwd=folder, expect=0)
-    assert "computes 2 failed items again" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "recomputes 2 failed items" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     failed = sorted(each for record in records(folder) for each in record["failed"])
     assert failed == [[2, {"item_error": 1}], [4, {"crash": 1}]]
     kept = shard_times(folder)

@@ -135,13 +135,13 @@ def test_a_batch_size_is_refused_where_items_are_computed_one_by_one(project, sl
 
 def test_a_walltime_that_the_margin_takes_whole_is_refused(project, slurmgpu):
     folder, gpus = project(8, slurm={"time": "1"}, margin_s=60.0), ("--gpus", "1", "--device", "cpu")
-    said = "[slurm] time = 1 is 1 min, and tasks take no shard in the last 60 s"
+    said = "[slurm] time = 1 is 1 min, but tasks take no shard in the last 60 s"
     assert said in slurmgpu("plan", *gpus, cwd=folder, expect=2).stderr
     slurmgpu("plan", *gpus, "--slurm", "time=2", cwd=folder, expect=0)
     slurmgpu("plan", *gpus, "--slurm", "time=0", "--run-dir", "unlimited", cwd=folder, expect=0)
     assert said in slurmgpu("resubmit", "run", "--slurm", "time=1", cwd=folder, expect=2).stderr
     least = slurmgpu("resubmit", "run", "--slurm", "time=9", "--slurm", "time_min=0:60", cwd=folder, expect=2)
-    assert "[slurm] time_min = 0:60 is 1 min, and tasks take no shard in the last 60 s" in least.stderr
+    assert "[slurm] time_min = 0:60 is 1 min, but tasks take no shard in the last 60 s" in least.stderr
     slurmgpu(*LOCAL, "--gpus", "0", "--run-dir", "other", cwd=folder, expect=0)
 
 
@@ -153,7 +153,7 @@ def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project
     assert late.run_worker() == 0
     assert (
         late.record["message"]
-        == "it took no shard: too little was left of the walltime; ask for more by --slurm time=…"
+        == "it took no shard: too little of the walltime was left; ask for more with --slurm time=…"
     )
     assert caplog.messages[-1] == f"timeout: {late.record['message']}"
     # While item 1 is counted the walltime ends, by the clock of its worker that nobody sets; the other one is set by

@@ -148,7 +148,7 @@ def test_a_look_takes_the_place_of_an_earlier_one_and_of_no_other_run(project, m
     shutil.rmtree(second.folder)
     look("0:2")
     (path.parent / "run-look").rename(path.parent / "run-probe")
-    with pytest.raises(SlurmGPUError, match="is no probe"):
+    with pytest.raises(SlurmGPUError, match="is not a probe"):
         package.probe(path, 8, executor="debug", gpus=0)
 
 

@@ -167,7 +167,7 @@ def test_a_first_item_that_fails_ends_the_call_with_its_error(tmp_path):
         raise RuntimeError("not with this item")
 
     with pytest.raises(
-        SlurmGPUError, match=r"Item 0 .*failed, so that .* nothing was submitted: .*not with this item .*\. Its log"
+        SlurmGPUError, match=r"Item 0 .*failed, so .* nothing was submitted: .*not with this item .*\. Its log"
     ):
         slurmgpu.map(fails, [1, 2, 3], **IN_PROCESS)
     with pytest.raises(SlurmGPUError, match=r"nothing in the column 'a' .* columns=\{'a': 'text', 'b': 'int64'\}"):
@@ -296,7 +296,7 @@ def test_failed_items_are_computed_by_a_corrected_function(capsys, caplog):
     assert line in caplog.text
     assert kept.report()["n_errors"] == 2
     corrected = run.resubmit(failed=True, function=same)
-    assert "`function` is another function. New rows are by" in caplog.text
+    assert "`function` is another function. New rows are computed by" in caplog.text
     assert [row["result"] for row in run.rows()] == [5, 10, 2, 10]
     former, now = corrected.report()["code"]
     assert (former["items"], now["items"]) == (2, 2)
@@ -350,7 +350,7 @@ def test_a_module_is_refused_that_tasks_would_import_from_another_file_or_not_at
 
     monkeypatch.chdir(tmp_path / "elsewhere")
     run = slurmgpu.map(fails, [1], columns="int64", name="run", wait=True, **HERE)
-    other = f"has imported twice_there from {tmp_path}/src/twice_there.py, but tasks will import {tmp_path}/elsewhere/"
+    other = f"imported twice_there from {tmp_path}/src/twice_there.py, but tasks will import {tmp_path}/elsewhere/"
     for function in (twice_there.times, lambda item: twice_there.times(item), late):
         with pytest.raises(SlurmGPUError, match=other):
             slurmgpu.map(function, [1], columns="int64", **IN_PROCESS)
@@ -515,7 +515,10 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ({**one, "overrides": {"run_dir": "x"}}, "'run_dir', and the arguments `run_dir` and `name` set the same key"),
         ({**one, "overrides": {"workload.batch_size": 2}}, "and the argument `batch_size` set the same key"),
         ({**one, "overrides": {"sweep": {"seed": [1, 2]}}}, r"overrides has \[sweep\], but slurmgpu.map makes one run"),
-        ({**one, "overrides": {"batched": True}}, "overrides has the setting 'batched', and a function has none"),
+        (
+            {**one, "overrides": {"batched": True}},
+            "overrides has the setting 'batched', but a function has no settings",
+        ),
         (
             {**one, "items": pd.DataFrame({"id": [1, "a7", None]})},
             r"The column 'id' has values of several types, int, str: expected one. Write df\['id'\] =",

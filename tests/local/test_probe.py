@@ -256,7 +256,7 @@ def test_a_probe_that_fails_queues_nothing_and_says_where_its_log_lies(project, 
 def test_what_cannot_be_probed_is_refused_before_anything_is_computed(project, slurmgpu):
     folder = project(100)
     assert "leave one of them out" in slurmgpu(*LOCAL, "--probe", "8", "--dry-run", cwd=folder, expect=2).stderr
-    with pytest.raises(SlurmGPUError, match="1 at least"):
+    with pytest.raises(SlurmGPUError, match="at least 1"):
         package.probe(folder / "slurmgpu.toml", 0, executor="local", gpus=0)
     assert "add --probe N" in slurmgpu(*LOCAL, "--yes", cwd=folder, expect=2).stderr
     assert not (folder / "run-probe").exists()
@@ -270,10 +270,10 @@ def test_what_cannot_be_probed_is_refused_before_anything_is_computed(project, s
 @pytest.mark.parametrize(
     ("n_items", "batch_size", "to_do"),
     [
-        (100, 4, "has 100 items in all, .* Probe fewer of them, such as --probe 48, or submit without"),
-        (6, 4, "has 6 items in all, .* such as --probe 4, or submit without"),
-        (64, 64, "has 64 items in all, .* Submit without"),
-        (1, 4, "has 1 item in all, .* Submit without"),
+        (100, 4, "has only 100 items, .* Probe fewer of them, such as --probe 48, or submit without"),
+        (6, 4, "has only 6 items, .* such as --probe 4, or submit without"),
+        (64, 64, "has only 64 items, .* Submit without"),
+        (1, 4, "has only 1 item, .* Submit without"),
     ],
 )
 def test_a_probe_of_the_whole_run_is_refused_with_one_that_is_less_if_there_is_one(project, n_items, batch_size, to_do):
@@ -327,8 +327,8 @@ def test_ctrl_c_before_the_jobs_are_told_cancels_them_as_well(project, cluster, 
     cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "the end of other tests' jobs")
     submit_draft = probe.submit_draft
 
-    def queue_and_be_interrupted(*args):
-        submit_draft(*args)
+    def queue_and_be_interrupted(*args, **options):
+        submit_draft(*args, **options)
         assert cluster.run("squeue", "-h")
         raise KeyboardInterrupt
 

@@ -48,7 +48,7 @@ def test_a_task_that_is_to_end_gives_back_the_shard_that_waits(project, slurmgpu
     folder = busy_project(project, 200)
     submitting = start(*LOCAL, cwd=folder)
     wait_until(lambda: any(r["n_retried"] for r in records(folder)), "a task that waits")
-    assert records(folder)[0]["progress"].startswith("waits ")
+    assert records(folder)[0]["progress"].startswith("waiting ")
     os.kill(records(folder)[0]["pid"], signal.SIGUSR2)  # the notice of a preemption
     said, _ = submitting.communicate()
     assert submitting.returncode == 3, said

@@ -209,7 +209,7 @@ DIED = {"n_deaths": 2, "last_death": "crash"}
         ({}, "the log's"),
         ({"progress": "step 3 of 9"}, "step 3 of 9"),
         ({**DIED, "state": "loading", "state_since": BEGIN + 88}, "crash ×2; loading for 12 s; the log's"),
-        ({"silent": True, "age_s": 1500.0}, "silent for 25 min, its node may be dead"),
+        ({"silent": True, "age_s": 1500.0}, "silent for 25 min; its node may be dead"),
         ({"silent": True, "failure": "lost", "message": "no end was recorded"}, "lost: no end was recorded"),
         ({"shard": None}, "the log's"),
         ({"shard": None, "items_per_s": None}, "idle: other tasks have the last shards; the log's"),

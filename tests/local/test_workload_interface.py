@@ -116,7 +116,7 @@ def test_attributes_may_be_absent_none_properties_and_iterators(having, tmp_path
     assert (plain.batch_size, plain.paths, plain.environ, plain.exports, plain.summarizes) == (4, (), {}, [], False)
     names = [name for name in vars(Adapted) if name not in ("batch_size", "columns") and not name.startswith("_")]
     optional = [name for name in names if name not in ("user", "name", "call", "load", "check")]
-    assert len(optional) == 23
+    assert len(optional) == 24
     nothing = "\n".join(f"{name} = None" for name in (*optional, "texts"))
     assert having(nothing).plan.fingerprint == plain.fingerprint
     more = "environ = {'A': 1}\n@cached_property\ndef paths(self):\n    return Path('.').glob('items.*')\n"

@@ -224,7 +224,7 @@ def test_an_array_without_a_merge_job_that_cannot_be_cancelled_is_told_with_one_
     )
     with pytest.raises(MayBeQueuedError) as told:
         slurm_jobs._take_back(run, 1, "4711", why)
-    assert "no job that merges its rows: Slurm takes no job at present: no answer. It cannot be" in str(told.value)
+    assert "its merge job is not: Slurm takes no jobs at present: no answer. The array cannot be" in str(told.value)
     assert "is not queued" not in str(told.value)
 
 

@@ -321,7 +321,7 @@ def test_a_gpu_that_cuda_cannot_use_is_a_fault_before_anything_is_claimed(projec
     assert "libcuda" in outcome["attempts"][0]["message"]
     assert published(folder) == []
     done = slurmgpu("resubmit", "run", "--device", "cpu", "--slurm", "nodelist=gpu2", "--wait", cwd=folder, expect=0)
-    assert "Excluded: gpu1" in done.stderr
+    assert "Excluded nodes: gpu1" in done.stderr
     assert {r["node"] for r in records(folder) if r["submission"] == 2} == {"gpu2"}
 
 

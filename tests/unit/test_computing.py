@@ -709,7 +709,7 @@ def test_calls_that_all_fail_alike_are_told_once_until_one_does_not(caplog):
     compute(workload, n=16, batch_size=16, doubts=lambda: True, tell=told.append)
     assert told == ["each call failed so far: " + told[0].partition(": ")[2], ""]
     assert "ValueError: cannot do" in told[0]
-    [logged] = [record.message for record in caplog.records if "computed alone" in record.message]
+    [logged] = [record.message for record in caplog.records if "computing each alone" in record.message]
     assert logged.startswith("items 0..15: ValueError: cannot do")
 
 
