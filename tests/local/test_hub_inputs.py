@@ -135,14 +135,14 @@ def test_a_cache_that_lacks_a_file_is_completed_or_refused(tmp_path: Path, hub: 
 
 REFUSED = {
     "hf://lab/texts": "names no data set; expected hf://datasets/OWNER/NAME@REVISION/PATH",
-    "hf://datasets/lab/texts@main": "has a revision and no files",
+    "hf://datasets/lab/texts@main": "has a revision but no files",
     "hf://datasets/lab/none": "does not exist on the hub, or is private",
     "hf://datasets/lab/gated": "is gated: accept its terms",
-    "hf://datasets/lab/own": "was not converted to Parquet by the hub",
+    "hf://datasets/lab/own": "The hub has not converted",
     "hf://datasets/lab/texts@v9/data/*.parquet": "has no revision 'v9' on the hub",
     "hf://datasets/lab/texts/*.csv": "matches no file. There are README.md, data/",
     "hf://datasets/lab/cut": "converted only the first part of this data set",
-    "hf://datasets/lab/two": "in 2 folders, default/test, default/train. An input is one of them",
+    "hf://datasets/lab/two": "in 2 folders, default/test, default/train. Name one of them",
 }
 
 

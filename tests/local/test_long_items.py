@@ -167,7 +167,7 @@ def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project
     assert timed.run_worker() == 0
     assert (timed.record["reason"], timed.record["failure"]) == ("deadline", "timeout")
     assert timed.record["message"] == (
-        "shard 1 was given back, with its progress kept: too little was left of the walltime"
+        "shard 1 was given back, with its progress kept: too little of the walltime was left"
     )
     assert published(folder) == ["00000.h5"]
     assert counts(folder)[1] == [1, 2, 3]
@@ -365,7 +365,7 @@ def test_a_worker_that_keeps_its_progress_for_too_long_is_killed(project, slurmg
         wait_until(lambda: slow.record["shard"] is not None, "the item")
         os.kill(os.getpid(), signal.SIGINT)
         if again:  # once the first is heard: before, the two are one
-            wait_until(lambda: "SIGINT: the worker keeps its progress, and ends" in caplog.messages, "the first")
+            wait_until(lambda: "SIGINT: the worker saves its progress and ends" in caplog.messages, "the first")
             os.kill(os.getpid(), signal.SIGINT)
 
     other = threading.Thread(target=interrupt)

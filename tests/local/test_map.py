@@ -170,7 +170,7 @@ def test_a_first_item_that_fails_ends_the_call_with_its_error(tmp_path):
         SlurmGPUError, match=r"Item 0 .*failed, so .* nothing was submitted: .*not with this item .*\. Its log"
     ):
         slurmgpu.map(fails, [1, 2, 3], **IN_PROCESS)
-    with pytest.raises(SlurmGPUError, match=r"nothing in the column 'a' .* columns=\{'a': 'text', 'b': 'int64'\}"):
+    with pytest.raises(SlurmGPUError, match=r"no value in the column 'a' .* columns=\{'a': 'text', 'b': 'int64'\}"):
         slurmgpu.map(lambda item: {"a": None, "b": item}, [1, 2, 3], name="none", **IN_PROCESS)
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["fails-probe", "none-probe"]
 
@@ -521,7 +521,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ),
         (
             {**one, "items": pd.DataFrame({"id": [1, "a7", None]})},
-            r"The column 'id' has values of several types, int, str: expected one. Write df\['id'\] =",
+            r"The column 'id' has values of several types, int, str; expected one. Write df\['id'\] =",
         ),
         ({**one, "items": pd.DataFrame({"id": [[1, "a"]]})}, "The column 'id' has values of the type list that Arrow"),
         (

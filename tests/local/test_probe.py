@@ -262,7 +262,7 @@ def test_what_cannot_be_probed_is_refused_before_anything_is_computed(project, s
     assert not (folder / "run-probe").exists()
     (folder / "run-probe").mkdir()
     (folder / "run-probe" / "thesis.tex").touch()
-    with pytest.raises(SlurmGPUError, match="is no probe"):
+    with pytest.raises(SlurmGPUError, match="is not a probe"):
         package.probe(folder / "slurmgpu.toml", 8, executor="local", gpus=0)
     assert (folder / "run-probe" / "thesis.tex").exists()
 
