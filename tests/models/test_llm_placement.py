@@ -640,7 +640,7 @@ def test_vllm_is_planned_for_cpus_as_one_process(judging, monkeypatch, resources
 def test_an_engine_that_this_python_cannot_import_is_refused_where_tasks_run_in_it(judging, monkeypatch):
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     folder = judging(gpus=0)
-    refused = r'engine = "vllm" needs the package vllm, which .* cannot import: install it, or set image under'
+    refused = r'engine = "vllm" needs the package vllm, which .* cannot import: install it, or set image in'
     with (
         pytest.raises(SlurmGPUError, match=refused),
         draft_run(folder / "slurmgpu.toml", {"settings": {"engine": "vllm"}}),

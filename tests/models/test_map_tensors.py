@@ -17,7 +17,7 @@ def test_tensors_that_are_not_on_the_cpu_are_refused_by_the_name_of_their_variab
     weights = torch.ones(3, device="meta")  # as on a GPU: another process cannot have them
     model = torch.nn.Linear(2, 2, device="meta")
     for function, name in [(by_value(lambda item: weights), "weights"), (by_value(lambda item: model(item)), "model")]:
-        with pytest.raises(SlurmGPUError, match=rf"the variable '{name}' is a tensor on meta\. Make it in `load`"):
+        with pytest.raises(SlurmGPUError, match=rf"the variable '{name}' is a tensor on meta\. Create it in `load`"):
             functions.pack({"function": function, "load": None}, tmp_path)
 
 
