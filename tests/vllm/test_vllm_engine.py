@@ -334,7 +334,7 @@ def test_every_token_that_ends_an_answer_by_config_json_ends_it(tmp_path, refere
 def test_a_context_that_the_cache_has_no_room_for_is_shortened_or_refused_in_a_sentence(tmp_path, caplog):
     """A context of half a million tokens, of 512 bytes each and layer, does not fit 64 MiB."""
     folder = make_qwen3(tmp_path / "qwen", head_dim=32, num_hidden_layers=1, max_position_embeddings=1 << 19)
-    with pytest.raises(SlurmGPUError, match=r"no room for max_context = 300000 tokens.*Reduce max_context"):
+    with pytest.raises(SlurmGPUError, match=r"a KV cache of max_context = 300000 tokens.*Reduce max_context"):
         open_on_cpu("vllm", folder, max_context=300_000)
     opened = open_on_cpu("vllm", folder)
     assert 2048 < opened._codec.context < 300_000
