@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -43,7 +44,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """The pauses of a task that waits for the values of others; each is twice the one before."""
 COMPARED = 8
 """A task looks at this many shards with parts left, and joins the one with the most: there may be hundreds."""
-_NEVER = float("-inf")
 
 
 @dataclass
@@ -51,8 +51,8 @@ class Parts:
     """The parts of a run's items that the attempt of `claim` computes.
 
     `shall_leave` says whether the attempt has to leave the item; it is asked before each part and while it waits.
-    `has_left` says that it did, also because the files cannot be used. `has_part`, `computed_s` and `waited_s` tell of
-    the time since `begin`: whether it claimed a part, and the seconds that it computed and waited.
+    `has_left` says that it did, also because the files cannot be used. `computed_s` and `waited_s` are the seconds that
+    it computed parts and waited for others since `begin`.
     """
 
     run: Run
@@ -63,7 +63,6 @@ class Parts:
     waited_s: float = 0.0
     has_left: bool = False
     is_joined: bool = False
-    has_part: bool = False
     shard: int = 0
     _call: int = 0
     _stage: int = 0
@@ -74,7 +73,7 @@ class Parts:
     _last_calls: dict[int, int] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
     _shards: Collection[int] = ()
-    _looked: float = _NEVER
+    _looked: float = -math.inf
 
     @property
     def folder(self) -> Path:
@@ -115,7 +114,7 @@ class Parts:
         Tasks that look at the same moment join the same item. Looks six times in a lease, as it reads folders.
         """
         now = time.monotonic()
-        if not self.is_joined or self.has_part or now - self._looked < self.run.plan.lease_s / RENEWALS_PER_LEASE:
+        if not self.is_joined or self.computed_s or now - self._looked < self.run.plan.lease_s / RENEWALS_PER_LEASE:
             return False
         self._looked = now
         return isinstance(self.shard_to_join(self._shards), int)
@@ -152,7 +151,7 @@ class Parts:
         self._call = self._last_calls.get(shard, 0) if is_joined else 0
         self.has_left = self._is_called = self._failed_in_part = self._is_alone = False
         self._begun.add(shard)
-        self.has_part, self._looked = False, _NEVER
+        self._looked = -math.inf
 
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A workload's call, in which the first `divide` is the first of its item.
@@ -255,10 +254,9 @@ class _Stage:
                 return False
             taken = next((number for number in left if _of_files(functools.partial(self._take, number))), None)
             if taken is not None:
-                self._parts.has_part = True
                 self._find(taken, sizes[taken], content_of, found)
                 pause_s = FIRST_PAUSE_S
-            elif _of_files(self._parts.is_needed_elsewhere):
+            elif self._parts.is_needed_elsewhere():
                 return False
             else:
                 time.sleep(pause_s)
