@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,12 +118,9 @@ def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> bool:
     return bool(what)
 
 
-def cancel(run: Run, among: Mapping[str, Sequence[Any]] | None = None) -> str:
-    """Cancel the run's live processes and queued jobs; return what was done. `among`: the user's jobs by executor."""
-    known = among or {}
-    return "; ".join(
-        done for executor, lines in executors_of(run) for done in executor.cancel(run, lines, known.get(executor.name))
-    )
+def cancel(run: Run) -> str:
+    """Cancel the run's live processes and queued jobs; return what was done, in words."""
+    return "; ".join(done for executor, lines in executors_of(run) for done in executor.cancel(run, lines))
 
 
 def cancel_all(runs: Sequence[Run]) -> Iterator[tuple[Run, str | SlurmGPUError]]:

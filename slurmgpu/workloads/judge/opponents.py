@@ -39,14 +39,14 @@ class Opponent:
             return cls(Path(against["path"]), against["fingerprint"], against.get("keep", ()))
         path = expanded(against).absolute()
         path = path / "merged.h5" if path.is_dir() else path
-        if plan_beside(path) and _is_incomplete(path):
+        beside = plan_beside(path)
+        if beside and _is_incomplete(path):
             plan = Run.open(path.parent).plan
             return cls(path, plan.fingerprint, plan.keep, plan)
         opponent = cls(path, "", ())
         with opponent._read(verify=True) as merged:
             opponent.fingerprint = str(merged.attributes["fingerprint"])
-            kept = plan_beside(opponent.path).get("keep", ())
-            opponent.keep = tuple(name for name in kept if name in merged.columns)
+            opponent.keep = tuple(name for name in beside.get("keep", ()) if name in merged.columns)
         return opponent
 
     def to_json(self) -> dict[str, Any]:
