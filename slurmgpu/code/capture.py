@@ -34,10 +34,11 @@ def snapshot_of(
     texts: Iterable[str] = (),
     former: Snapshot | None = None,
 ) -> Snapshot:
-    """A snapshot of a run's user modules as they are now. SlurmGPUError names file and line of a syntax error.
+    """A snapshot of a run's user modules as they are now.
 
-    `git` is the state of their repository. `also` are other modules that were seen to be imported, and `texts` the
-    texts of functions that are in no module. Files of a `former` snapshot are looked for, too.
+    `git` is the state of their repository. `also` are further modules to include, and `texts` are texts in the source
+    of functions that are in no module. Files of a `former` snapshot are looked for, too. SlurmGPUError if a file that
+    the workload needs is missing, cannot be read, or is not valid Python.
     """
     base, settings = Path(plan.search_path), list(plan.texts())
     tracer = Tracer(
@@ -77,7 +78,7 @@ def _add_settings(tracer: Tracer, texts: Iterable[str], base: Path) -> None:
     for text in texts:
         if names_in_shell.is_before_code(before):
             tracer.add_shell_code(text)
-        elif text.startswith("CUDA") and names_in_shell.sets_gpus(text):  # of `env`
+        elif text.startswith("CUDA") and names_in_shell.sets_gpus(text):  # an argument of the program `env`
             tracer.notes.choosing_gpus.append(text)
         elif text.startswith(f"{ARRAY_ID}="):
             tracer.notes.sets_array_id = True
@@ -85,10 +86,10 @@ def _add_settings(tracer: Tracer, texts: Iterable[str], base: Path) -> None:
         if len(text) < _LONG_TEXT:
             if found := NAMED.fullmatch(text):
                 tracer.add_named(found[1])
-            # The text of `--config=small.yaml`. Of others it is more likely that a task writes them: `--log=log.txt`.
+            # The value of `--config=small.yaml`. Files with other suffixes are more likely outputs: `--log=log.txt`.
             if not names_in_shell.is_for_output(option):
                 tracer.add_text(text.rpartition("=")[2], (base,), CONFIGURATIONS | PROGRAMS)
-            if text.startswith("PYTHONPATH="):  # of `env`
+            if text.startswith("PYTHONPATH="):  # an argument of `env`
                 tracer.add_folders(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
 
 
@@ -123,7 +124,7 @@ def _git_output(folder: Path, *arguments: str) -> str:
 
 
 def version_of(name: str) -> str:
-    """The version of a distribution, as importlib.metadata.version, which parses the README in the metadata first."""
+    """The version of a distribution; quicker than importlib.metadata.version, which also parses the README."""
     distribution = importlib.metadata.distribution(name)
     head, _, _ = (distribution.read_text("METADATA") or "").partition("\n\n")
     found = re.search(r"^Version: *(\S+)", head, re.MULTILINE)

@@ -1,7 +1,7 @@
-"""The files that a Python file names, from its syntax tree: those that it reads, and those that it writes.
+"""Find the files that a Python file reads and writes, by its syntax tree.
 
-A text in a program may be the name of a file, of a module (Hydra's `_target_`), or of nothing. It is taken as one that
-the program reads unless a call that writes gets it.
+Any text in a program may name a file or a module (Hydra's `_target_`). It counts as read unless it is an argument of a
+call that writes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MOVES = frozenset({"replace", "rename", "move", "copy", "copy2", "copyfile"})
 _OPTIONS = frozenset({"add_argument", "option", "Option"})
 """Calls that declare an option, of argparse, click and Typer."""
 _NO_OUTPUTS = frozenset({"write", "writelines", "mkdir", "makedirs", "FileHandler", "basicConfig"})
-"""Calls that get no name of a file, or that of a log, to which all may write."""
+"""Calls whose argument is no file name, or names a log, to which several processes may append."""
 _MAKES_FOLDERS = frozenset({"mkdir", "makedirs"})
 OUTPUT_FOLDERS = frozenset(
     {"output_dir", "out_dir", "outdir", "save_dir", "log_dir", "logging_dir", "dirpath", "default_root_dir", "work_dir"}
 )
-"""Arguments and options for a folder into which a script writes; of transformers, Lightning and their like."""
+"""Names that transformers, Lightning and others give to arguments and options for an output folder."""
 _SAYS = frozenset(
     {"print", "exit", "error", "ArgumentParser", "debug", "info", "warning", "warn", "critical", "exception"}
 )
-"""Calls whose texts people read."""
+"""Calls whose texts are messages for people."""
 _FOR_HELP = frozenset({"help", "description", "epilog", "usage"})
-"""Arguments of argparse, click and Typer that people read."""
+"""Arguments of argparse, click and Typer that are help texts."""
 _APPENDS = frozenset({"a", "ab", "at", "a+"})
 _FILE = re.compile(r"(?!/dev/)[^\s*?]*[^\s*?/.]\.[A-Za-z]\w{0,9}")
 _WRITES = (
@@ -54,39 +54,39 @@ _WRITES = (
 
 
 class FilesInSource(ast.NodeVisitor):
-    """The files that a file names to read and to write, and whether it chooses GPUs."""
+    """The names of files that a Python file reads and writes, and whether it sets CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.config_folders: set[str] = set()
-        """Folders of configurations, as Hydra is given."""
+        """Folders of configurations that it passes to Hydra."""
         self.outputs: set[str] = set()
-        """The files and folders that it writes by a name which it spells out."""
+        """The files and folders that it writes under a fixed name."""
         self.output_options: dict[str, str] = {}
-        """The folders into which it writes unless an option, by its name, says another."""
+        """Its default output folders, by the name of the option that changes them."""
         self.gpus_line = 0
-        """The line that sets CUDA_VISIBLE_DEVICES to show GPUs; 0 without any."""
+        """The line that sets CUDA_VISIBLE_DEVICES to other than "" and "-1"; 0 without any."""
         self._texts: set[str] = set()
-        """Texts, and paths that are joined of texts."""
+        """Texts, and paths joined from texts."""
         self._written: set[str] = set()
         """Texts in calls that write files."""
         self._written_names: set[str] = set()
         """Names of variables and attributes in such calls."""
         self._assigned: list[tuple[set[str], set[str]]] = []
-        """The names of variables, arguments and options, and the texts that they are given."""
+        """The names of variables, arguments and options, with the texts in their values."""
         self._made: set[str] = set()
-        """Names of variables and attributes that are folders which it makes, or that these begin with."""
+        """Names of variables and attributes with folders that it makes, or with the first part of their paths."""
         self._varied: set[str] = set()
-        """Names that are given another value than that of a variable or attribute of this name."""
+        """Names that are assigned anything but a variable or attribute of the same name."""
         self._defaults: dict[str, str] = {}
-        """The paths that are spelt out as defaults of options, by the option's name."""
+        """Fixed paths that are defaults of options, by the option's name."""
         self.visit(tree)
         folders = OUTPUT_FOLDERS | (self._made - self._varied)
         self.output_options |= {option: path for option, path in self._defaults.items() if option in folders}
 
     def read_texts(self) -> set[str]:
-        """The texts that may name modules and files that it reads, without those of what it writes."""
+        """The texts that may name modules or files that it reads, without the names of files that it writes."""
         written = self._written.union(*(texts for names, texts in self._assigned if names & self._written_names))
-        # A path that is joined is among the texts as one, and among what is written in its parts.
+        # A joined path is one text in _texts, but its parts are separate in `written`.
         return {text for text in self._texts if text not in written and not written.issuperset(text.split("/"))}
 
     def visit_Constant(self, node: ast.Constant) -> None:
@@ -152,7 +152,7 @@ class FilesInSource(ast.NodeVisitor):
         self._varied |= names - {_fixed_folder(value)}
 
     def _add_path(self, parts: Sequence[ast.expr]) -> None:
-        """Add the texts at the end of the parts of a path, joined."""
+        """Add the constant parts at the end of a path, joined."""
         found: list[str] = []
         for part in reversed(parts):
             if not (isinstance(part, ast.Constant) and isinstance(part.value, str)):
@@ -179,7 +179,7 @@ class FilesInSource(ast.NodeVisitor):
             self._written |= texts
             self._written_names |= variables
         if name in _MAKES_FOLDERS:
-            # The folder is the argument of a function of `os`, else what has the method.
+            # The folder is the argument of a function of `os`, or the object of a method.
             self._made |= {folder for folder in map(_fixed_folder, written[:2]) if folder is not None}
         whole = {path for path in map(_spelt_out, written) if path is not None}
         if name not in _NO_OUTPUTS and not _APPENDS & whole:
@@ -199,7 +199,7 @@ class FilesInSource(ast.NodeVisitor):
 
 
 def texts_in(tree: ast.Module) -> list[str]:
-    """All texts but those for people: docstrings and the like, which stand alone, messages, and help of options."""
+    """The texts of a module, without those for people: docstrings, messages, usage, and help of options."""
     left_out: set[int] = set()
     for node in ast.walk(tree):
         match node:
@@ -216,7 +216,7 @@ def texts_in(tree: ast.Module) -> list[str]:
 
 
 def _parts_of(nodes: Sequence[ast.expr]) -> set[int]:
-    """The ids of these texts, also as parts of f-strings and sums."""
+    """The ids of the text nodes among these nodes, and in their f-strings and sums."""
     found = set()
     todo = list(nodes)
     while todo:
@@ -231,11 +231,11 @@ def _parts_of(nodes: Sequence[ast.expr]) -> set[int]:
 
 
 def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:
-    """The texts, and the names of variables and attributes, of which an expression makes a path."""
+    """The texts, and the names of variables and attributes, that an expression joins into a path."""
     match node:
         case ast.Constant(value=str(text)):
             return {text}, set()
-        case ast.Attribute(value=ast.Name(id="os"), attr="path"):  # of `os.path.join`
+        case ast.Attribute(value=ast.Name(id="os"), attr="path"):  # in `os.path.join`
             return set(), set()
         case ast.Name(id=name) | ast.Attribute(attr=name) if name != "parent":
             return set(), {name}
@@ -250,7 +250,7 @@ def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:
 
 
 def _fixed_folder(node: ast.expr) -> str | None:
-    """The name of the one variable or attribute by which an expression is a path; None if other values are in it."""
+    """The only variable or attribute in the expression of a path, at its beginning; None for other expressions."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -264,7 +264,7 @@ def _fixed_folder(node: ast.expr) -> str | None:
 
 
 def _spelt_out(node: ast.expr) -> str | None:
-    """The path that an expression is, whatever the arguments of the program."""
+    """The path that an expression makes of constants alone; None for other expressions."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -279,17 +279,17 @@ def _spelt_out(node: ast.expr) -> str | None:
 
 
 def _written_by(name: str, call: ast.Call) -> list[ast.expr]:
-    """The arguments, and the object, of a call by which it may name a file that it writes; none of one that reads."""
+    """The parts of a call that may name the file it writes: its arguments, and a method's object. None if it reads."""
     receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []
     if name in _MOVES:
         if ast.unparse(call.func).startswith(("os.", "shutil.")):
             return call.args[1:2]
-        # `Path.replace` and `Path.rename`; that of a text has two arguments.
+        # `Path.replace` and `Path.rename`; `str.replace` has two arguments.
         return call.args if receiver and len(call.args) == 1 and name in ("replace", "rename") else []
     everything = [*receiver, *call.args, *(each.value for each in call.keywords)]
     if name != "open":
         return everything if name.startswith(_WRITES) else []
     modes = [*call.args[1:2], *(each.value for each in call.keywords if each.arg == "mode")]
-    modes += call.args[:1] if receiver else []  # that of `Path.open`; of `gzip.open` it is a file
+    modes += call.args[:1] if receiver else []  # the mode of `Path.open`; the file of `gzip.open`
     texts = [each.value for each in modes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
     return everything if any(map(_FOR_WRITING.fullmatch, texts)) else []

@@ -26,10 +26,10 @@ _MANY_NAMED = 5
 def code_now(
     run: Run, container: ContainerRecord | None, given: Packed | None, *, writes: bool
 ) -> tuple[Code, list[str]]:
-    """A snapshot of the code as it is now, and notes on what has changed since the last submission.
+    """The record of a snapshot of the code as it is now, and notes on what has changed since the last submission.
 
-    It is written to the run directory if this `writes`. `given` functions replace those with the same roles, also in
-    later submissions.
+    With `writes`, the snapshot is written to the run directory. `given` functions replace those with the same roles,
+    also in later submissions. SlurmGPUError as `snapshot_of`.
     """
     line, notes = snapshots.code_of(run.submissions()), []
     former = None
@@ -76,7 +76,11 @@ def changed_since(run: Run, now: Snapshot) -> str:
 
 
 def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
-    """The snapshot of the last submission, or the one whose digest begins with `named`, and a note on it."""
+    """The record of a former snapshot, and notes on it.
+
+    `named` is "former" for the last submission's, or the first digits of a digest. SlurmGPUError if no snapshot or
+    more than one matches, or if it is damaged.
+    """
     known = {line["submission"]: code for line in run.submissions() if (code := snapshots.code_of([line]))}
     if not known:
         raise SlurmGPUError(
@@ -103,7 +107,7 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
 
 
 def with_rows_of_others(run: Run, again: Recompute, digest: str) -> Recompute:
-    """Extend a recompute by the rows of published shards that other code than that of `digest` computed."""
+    """Extend a recompute by the published rows that were not computed by the code of `digest`."""
     found = dict(again.shards)
     for shard, revisions in sorted(run.shard_files(fresh=True).items()):
         try:

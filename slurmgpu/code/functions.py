@@ -1,4 +1,4 @@
-"""The user's functions for tasks to call: by name if a task can import them, else pickled into the run directory.
+"""Send the user's functions to tasks: by name if a task can import them, else pickled into the run directory.
 
 `python -m slurmgpu.code.functions` unpickles in a fresh process, as a worker does, before anything is submitted.
 """
@@ -45,20 +45,21 @@ from slurmgpu.util.shared_files import UnusableFileError, read_own, retried
 PICKLE = "function.pkl"
 SOURCE = "function.py"
 _CHECK_S = 600.0
-"""How long the fresh process may take, which imports what the function needs."""
+"""Time limit of the fresh process, which imports what the function needs."""
 _READS_ARGUMENTS = re.compile(rb"\b(?:parse_args|parse_known_args|parse_args_into_dataclasses|argv)\b")
 _OF_TEXTS = re.compile(r"(?i).*tokens? (?:\d+|<.*>|\[.*\])")
-"""Arguments on the tokens of language models, as --max-tokens 100 and --pad-token "<pad>", which are no secrets."""
+"""Arguments about a language model's tokens, which are no secrets: --max-tokens 100, --pad-token "<pad>"."""
 _OF_JUPYTER = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickle of functions by `roles`, the source of the first if it is known, and modules of the user's.
+    """A pickle of functions by role, and what it needs.
 
-    `texts` are texts in the sources that may name files which the functions read.
-    `digest` identifies the functions and their variables; it does not depend on the process or the code's location.
+    `source` is that of the first function, if it is known. `modules` are the user's modules that the functions need,
+    and `texts` are texts in their sources that may name files which they read. `digest` identifies the functions and
+    their variables; it does not depend on the process or on where the code lies.
     """
 
     roles: tuple[str, ...]
@@ -81,7 +82,7 @@ def minor_version() -> str:
 
 
 def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, *, loads: bool) -> None:
-    """Raise SlurmGPUError unless a function can be called with an item, and with what `load` returns if it `loads`."""
+    """Raise SlurmGPUError unless `function(item)` can be called, or `function(item, loaded)` with `loads`."""
     for name, each, takes in (("function", function, "that takes an item"), ("load", load, "without arguments")):
         if each is not None and not callable(each):
             raise SlurmGPUError(f"{name} is {each!r}; expected a function {takes}.")
@@ -96,11 +97,11 @@ def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, 
             + (" Its second argument is what load returns; the function must accept it." if loads else "")
         ) from error
     except ValueError:
-        pass  # some of C have no signature
+        pass  # some functions written in C have no signature
 
 
 def shown_name(function: Callable[..., Any]) -> str:
-    """The name of a function for people, and of the run directory: letters, digits and `_`."""
+    """The name of a function in messages and of its run directory: letters, digits and `_`."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", None) or type(function).__name__
@@ -108,7 +109,7 @@ def shown_name(function: Callable[..., Any]) -> str:
 
 
 def import_named(name: str) -> Any:
-    """The function with the name that `name_of` gave."""
+    """Import a function by its name from `pickling.name_of`. SlurmGPUError if its module no longer has it."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -150,9 +151,9 @@ def _refuse_secrets(arguments: Sequence[str], file: str) -> None:
 def pack(
     functions: Mapping[str, Callable[..., Any] | None], folder: Path, arguments: Sequence[str] | None = None
 ) -> Packed:
-    """A pickle of functions by their roles, which a fresh process has read, with the command line that tasks have.
+    """Pickle functions by role, and unpickle them in a fresh process that has the command line of tasks.
 
-    SlurmGPUError names the variable that is too large, on a GPU, or that cannot be pickled.
+    SlurmGPUError if that fails; it names a variable that is too large, on a GPU, or that cannot be pickled.
     """
     try:
         pickled = pickling.dumps(dict(functions))
@@ -170,20 +171,20 @@ def pack(
 def _source_of(function: Callable[..., Any]) -> str | None:
     try:
         return inspect.getsource(function)
-    except (OSError, TypeError, SyntaxError):  # the last from Python 3.13 on, where lines of a lambda are no tokens
+    except (OSError, TypeError, SyntaxError):  # SyntaxError: lines of a lambda that are no tokens, since Python 3.13
         return None
 
 
 def _read_texts(source: str) -> set[str]:
-    """The texts in a function's source that may name what it reads; the lines of a lambda may be no source."""
+    """The texts in a function's source that may name what it reads; none if the lines of a lambda do not parse."""
     try:
         return FilesInSource(ast.parse(textwrap.dedent(source))).read_texts()
-    except (SyntaxError, ValueError, RecursionError):  # the last of an expression of hundreds of operators
+    except (SyntaxError, ValueError, RecursionError):  # RecursionError: an expression with hundreds of operators
         return set()
 
 
 def keep(run: Path, packed: Packed) -> Pickled:
-    """Write the pickle and source given to a resubmission into a run directory; return their record."""
+    """Write the pickle and the source that a resubmission was given into a run directory; return their record."""
     path = path_of(run, packed.record)
     write_bytes(path, packed.content, mode=0o600)
     if packed.source is not None:
@@ -260,11 +261,11 @@ def _why_not(functions: Mapping[str, Callable[..., Any] | None], error: CannotPi
 
 
 def _named_in(codes: Iterable[CodeType], folder: Path) -> set[str]:
-    """The texts in code that name modules in packages of the user's, or what they define: `"nets.deep.Net"`."""
+    """The texts in code that name a module of the user's, or something that it defines: `"nets.deep.Net"`."""
     where = Locator(folder, None)
     texts = {text for code in codes for text in code.co_consts if isinstance(text, str) and DOTTED.fullmatch(text)}
     places = {text: where.look(text.partition(".")[0]) for text in texts}
-    # `train.loss` may be a module's, or not.
+    # `train.loss` need not name a module.
     return {text for text in texts if places[text] and where.locate(".".join(text.split(".")[:2])) is not None}
 
 
@@ -296,7 +297,7 @@ def _read_in_fresh_process(content: bytes, folder: Path, arguments: Sequence[str
 
 
 def _check() -> None:
-    """Unpickle standard input, and print the user's modules that came with it, or the error."""
+    """Unpickle standard input, and print the user's modules that this imported, or the error."""
     sys.path += [folder for folder in json.loads(sys.argv[1]) if folder not in sys.path]
     sys.argv = json.loads(sys.argv[2]) or sys.argv
     before = set(sys.modules)

@@ -16,12 +16,12 @@ _IMPORT_SYSTEM = vars(importlib._bootstrap)
 
 
 def refuse_if_importing(call: str) -> None:
-    """Raise SlurmGPUError if `call` is made by the body of a module that slurmgpu imports.
+    """Raise SlurmGPUError if the body of a module that slurmgpu imports makes `call`.
 
-    Tasks, merges and planning import the user's modules: a run that is submitted there would submit the next one, whose
-    tasks import the same module, and so on. All frames are looked at, so that it does not matter which part of
-    slurmgpu imports, or calls a function that does. A function that a task calls may submit a run, and so may text that
-    it executes: that has a body as well, but the import system does not run it.
+    Tasks, merges and planning import the user's modules. A run submitted by such an import would start tasks that
+    import the module and submit again, without end. The whole stack is checked, because any part of slurmgpu may be the
+    one that imports. A function that a task calls may submit a run, also from text that it passes to exec(): the import
+    system does not run that text.
     """
     frame, body, importing = inspect.currentframe(), None, None
     while frame is not None:

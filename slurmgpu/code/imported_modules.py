@@ -1,7 +1,7 @@
 """The user's modules that this process has imported, with the digests that their files had.
 
-Python imports a module once. A process that plans several runs drops those that were edited since, and a snapshot takes
-the place of those that differ from it. The worker imports this: standard library only.
+Python imports a module once. A process that plans several runs drops modules that were edited since, and modules that
+differ from a snapshot are imported again from it. The worker imports this: standard library only.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ DIGESTS: dict[str, str] = {}
 _stats: dict[str, Mapping[str, Any]] = {}
 """The time and size of source files as they were imported, since `watch_imports`."""
 _noted: dict[Path, set[str]] = {}
-"""Names of the modules of the user that plans imported, by the folder of the run files."""
+"""Names of the user's modules that plans imported, by the folder of the run files."""
 _INVALIDATING = threading.Lock()
 
 
 def files_of_modules() -> dict[str, str]:
     """The files of all imported modules, by name."""
     found = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    # A path is absolute, but modules that PyTorch makes for operators are said to be of a file "_ops.py".
+    # Only absolute paths: the modules that PyTorch makes for operators have the `__file__` "_ops.py".
     return {
         name: without_dots(path) for name, path in found.items() if isinstance(path, str) and path.startswith(os.sep)
     }
 
 
 def invalidate_caches() -> None:
-    """Have Python look at folders again; one thread at a time: of two one may meet a KeyError (3.10 to 3.13)."""
+    """`importlib.invalidate_caches` under a lock: two threads in it cause a KeyError (Python 3.10 to 3.13)."""
     with _INVALIDATING:
         importlib.invalidate_caches()
 
 
 def without_dots(path: str) -> str:
-    """A path without `..`, which a module has behind `sys.path.append("..")`; others as they are, links included."""
+    """A path with `..`, as after `sys.path.append("..")`, resolved; any other path unchanged, links included."""
     return os.path.realpath(path) if f"{os.sep}{os.pardir}{os.sep}" in path else path
 
 
@@ -75,11 +75,11 @@ def watch_imports() -> None:
 
 
 def note_imported(names: Iterable[str], folder: Path) -> list[str]:
-    """Record the digests of modules of the user that were imported; the names of Python files.
+    """Record the digests of the user's imported modules, and return the names of those that are Python files.
 
-    A file that is not what it was as it was imported counts as changed.
-    With them come those that earlier plans of run files in `folder` imported, and that are imported still: Python does
-    not import them a second time, and this plan may need them as well.
+    A file that was edited after its import counts as changed. The result includes modules that earlier plans of run
+    files in `folder` imported and that are still loaded: Python does not import them again, and this plan may need
+    them, too.
     """
     paths = files_of_modules()
     noted = _noted[folder] = {name for name in list(_noted.get(folder, ())) if paths.get(name) in DIGESTS}
@@ -97,7 +97,7 @@ def note_imported(names: Iterable[str], folder: Path) -> list[str]:
 
 def forget_changed() -> None:
     """Drop the modules that planning imported if one of their files has changed, so that they are imported again."""
-    # A copy: another thread may plan as well, while this one reads files.
+    # A copy, because another thread may plan while this one reads files.
     if any(_has_changed(path, digest) for path, digest in list(DIGESTS.items())):
         take_out(DIGESTS)
         DIGESTS.clear()

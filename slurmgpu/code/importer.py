@@ -1,4 +1,4 @@
-"""Imports the user's modules from a run's snapshot.
+"""Import the user's modules from a run's snapshot.
 
 A module's `__file__` is the original path, so that it finds the files next to it, and tracebacks name the file that the
 user edits. The worker imports this: standard library only.
@@ -43,16 +43,16 @@ _OF_PYTHON: tuple[object, ...] = (BuiltinImporter, FrozenImporter)
 log = logging.getLogger(__name__)
 
 _active: list[Finder] = []
-"""The active finder, if there is one. It is not looked for in `sys.meta_path`, which the user's code may replace."""
+"""The active finder, if there is one. It is kept here because the user's code may replace `sys.meta_path`."""
 
 
 def name_of_file(path: Path) -> str:
-    """The module name of a file, unique for its path: pickles and repeated builds see one class."""
+    """The module name of a file, always the same for its path, so that pickles and repeated builds see one class."""
     return f"{BY_PATH}{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
 
 
 def loader_of(name: str, path: Path) -> SourceFileLoader | None:
-    """A loader from the active snapshot, or from the file itself if it is not in that; None for another suffix."""
+    """A loader for a file of the active snapshot, or for another `.py` file on disk; None for other files."""
     finder = _in_use()
     file = finder.by_path.get(str(path)) if finder else None
     if file is not None:
@@ -70,25 +70,25 @@ class _PatientLoader(SourceFileLoader):
 class Finder(MetaPathFinder):
     """Finds the modules of a snapshot under their original names.
 
-    It is the first in `sys.meta_path`, since an editable install or a hook of the user's may have a finder there that
-    reads the present files. It asks these others about its modules: a loader that compiles source in a way of its own,
-    as typeguard's and jaxtyping's do, gets the source of the snapshot.
+    It comes first in `sys.meta_path`, because the finder of an editable install or of an import hook reads the files on
+    disk. It asks the other finders about its modules, so that a loader that changes how source is compiled, such as
+    typeguard's or jaxtyping's, gets the source of the snapshot.
     """
 
     def __init__(self, snapshot: Snapshot, folder: Path) -> None:
         self.functions = snapshot.about.get("functions", {})
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
-        # In an image, files are seen that are bound into it.
+        # In an image, only files that are bound into it can be read.
         read = (each for each in snapshot.read if image_name() is None or os.path.exists(each.path))  # noqa: PTH110
         self.present = PresentFiles(folder, self.by_path, read)
         self._by_name = {name: file for file in files for name in file.modules}
-        # Needed to unpickle objects of a file's module in another process.
+        # By this name, too, another process unpickles objects of a file's module.
         self._by_name |= {name_of_file(Path(file.path)): file for file in files}
         self._spaces = {name: _folders_of(name, files) for name in snapshot.namespaces}
         self._path_hooks = list(sys.path_hooks)
         self._there = set(files_of_modules().values())
-        # What it found while another finder was asked, by thread and module.
+        # The spec given while another finder is asked, by thread and module; None until then.
         self._asked: dict[tuple[int, str], ModuleSpec | None] = {}
 
     def find_spec(
@@ -107,11 +107,11 @@ class Finder(MetaPathFinder):
     def _module(
         self, fullname: str, file: SourceFile, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """The spec of a module in the snapshot, or that of another finder which compiles the same source."""
+        """The spec of a module in the snapshot, or another finder's if its loader takes the same source."""
         own = _Loader(fullname, file)
         spec = importlib.util.spec_from_file_location(fullname, file.path, loader=own)
         asked = threading.get_ident(), fullname
-        if asked in self._asked:  # by a finder that changes what others find, as wrapt's does
+        if asked in self._asked:  # asked by a finder that changes the specs of others, such as wrapt's
             self._asked[asked] = spec
             return spec
         self._asked[asked] = None
@@ -124,7 +124,7 @@ class Finder(MetaPathFinder):
         return found if found is given or _takes_source(found.loader, own) else spec
 
     def _space(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-        """A namespace as Python finds it, or that of the snapshot if it is gone, or a package by now."""
+        """A namespace package as Python finds it; the snapshot's if it is gone or has become a regular package."""
         found = self._ask_others(fullname, path, target, in_folders=True)
         if found is not None and not found.has_location and found.submodule_search_locations is not None:
             return found
@@ -135,10 +135,10 @@ class Finder(MetaPathFinder):
     def _ask_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None, *, in_folders: bool = False
     ) -> ModuleSpec | None:
-        """The result of the finders that Python asks before it searches folders.
+        """The first spec that the other finders return, of those before PathFinder, which searches folders.
 
-        The search itself is among them with `in_folders`, or if the user's code hooks into it. Those behind it are
-        asked about nothing: they see what is in no folder, and may install it.
+        PathFinder is asked, too, with `in_folders` or if the user's code has added a path hook. Finders behind it are
+        not asked: they find modules that are in no folder, and may install them.
         """
         in_folders = in_folders or any(hook not in self._path_hooks for hook in sys.path_hooks)
         for finder in list(sys.meta_path):
@@ -151,7 +151,7 @@ class Finder(MetaPathFinder):
         return None
 
     def namesakes(self, files: Mapping[str, str]) -> list[str]:
-        """The modules among `files` that have the name of one in the snapshot and another file."""
+        """The modules among `files` that have the name of a module in the snapshot, but another file."""
         return [name for name, path in files.items() if name in self._by_name and path not in self.by_path]
 
     def bypassed(self) -> list[str]:
@@ -174,7 +174,7 @@ def _folders_of(space: str, files: Iterable[SourceFile]) -> list[str]:
 
 
 def _takes_source(loader: object, own: _Loader) -> bool:
-    """Have another finder's loader read the source of the snapshot, if it reads that file at all.
+    """Make another finder's loader read the source from the snapshot; False if it does not read that file.
 
     The reader is the loader itself, or one that it wraps, as scikit-build-core's does.
     """
@@ -205,15 +205,15 @@ class _Loader(SourceFileLoader):
     def get_data(self, path: str) -> bytes:
         if path != self._file.path:
             return super().get_data(path)
-        # Tracebacks, debuggers and inspect.getsource, and so Triton, read lines from here. None: it is not looked
-        # whether the file has changed.
+        # Tracebacks, debuggers and inspect.getsource, which Triton calls, read lines from linecache. With None for the
+        # time, linecache does not compare the file on disk.
         lines = importlib.util.decode_source(self._file.source).splitlines(keepends=True)
         linecache.cache[self._file.path] = (len(self._file.source), None, lines, self._file.path)
         DIGESTS[self._file.path] = self._file.digest
         return self._file.source
 
     def path_stats(self, path: str) -> Mapping[str, int]:
-        raise OSError("no bytecode is kept of a snapshot")  # it would lie beside the present file
+        raise OSError("no bytecode is kept of a snapshot")  # it would be written beside the file on disk
 
 
 def _finder(run: Path, digest: str) -> Finder:
@@ -233,7 +233,7 @@ def present_files() -> PresentFiles:
 
 
 def functions_given() -> Mapping[str, Pickled]:
-    """The pickles, by role, that the active snapshot has in place of the functions of the plan."""
+    """The pickles, by role, that replace functions of the plan in the active snapshot."""
     finder = _in_use()
     return {} if finder is None else finder.functions
 
@@ -249,7 +249,8 @@ def use_as_parent() -> None:
 def using(run: Path, digest: str | None) -> Iterator[None]:
     """Import the user's modules from a run's snapshot within a `with` block.
 
-    Modules that are imported already are used unless they are known to differ from the snapshot, or are of other files.
+    Modules that are already imported stay unless they are known to differ from the snapshot, or are other files of the
+    same name.
     """
     if digest is None:  # a run that was never submitted
         yield
@@ -277,10 +278,10 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
 
 
 def outside(folder: Path) -> list[str]:
-    """The imported files of the user that the active snapshot lacks.
+    """The user's imported files that are missing from the active snapshot.
 
-    They are below `folder` or, except in an image, outside of the installations of Python and distributions. The script
-    that Python runs is not imported: what a run has of it travels by value.
+    They are below `folder` or, except in an image, outside of the installations of Python and distributions. `__main__`
+    does not count: functions of a script are pickled by value.
     """
     finder = _in_use()
     known = finder.by_path if finder else {}
@@ -301,7 +302,7 @@ def outside(folder: Path) -> list[str]:
 
 
 def bypassed() -> list[str]:
-    """The files of the active snapshot that another loader than its own has imported, as they are on disk."""
+    """The files of the active snapshot that another loader has imported from disk."""
     finder = _in_use()
     return [] if finder is None else finder.bypassed()
 

@@ -19,7 +19,10 @@ class Import(NamedTuple):
 
 @dataclass(frozen=True)
 class PathFolder:
-    """A folder, relative to the one that is `n_up` above the file, 1 that of the file; None is the working folder."""
+    """A folder that a file puts on `sys.path`: `name`, relative to the folder `n_up` levels above the file.
+
+    1 is the file's own folder; None stands for the working folder.
+    """
 
     n_up: int | None
     name: str
@@ -33,13 +36,13 @@ class ImportsInSource(ast.NodeVisitor):
     def __init__(self, tree: ast.Module, package: str) -> None:
         self.imports: list[Import] = []
         self.stars: set[str] = set()
-        """Packages of which it imports all names, and so the modules in their `__all__`."""
+        """Packages from which it imports `*`, and with it the modules in their `__all__`."""
         self.plugin_packages: set[str] = set()
         """Packages from which it imports modules by names computed at run time."""
         self.unknown_line = 0
-        """The last line of an import by a computed name of which not even the package is known; 0 without any."""
+        """The last line that imports by a computed name whose package is unknown, too; 0 without any."""
         self.walks = False
-        """Whether it goes through the modules of a package that is in `plugin_packages`."""
+        """Whether it lists the modules of a package, which is then in `plugin_packages`."""
         self.path_folders: list[PathFolder] = []
         """Folders that it puts on `sys.path`."""
         self._package = package
@@ -115,7 +118,7 @@ class ImportsInSource(ast.NodeVisitor):
             self.unknown_line = name.lineno
 
     def _walked(self, path: ast.expr) -> str | None:
-        """The package whose `__path__` it is, or that the folder of this file is; None if it is another."""
+        """The package whose modules are listed: by its `__path__`, or this file's own; None if it is unknown."""
         if isinstance(path, ast.Attribute) and path.attr == "__path__":
             first, *rest = ast.unparse(path.value).split(".")
             return ".".join((self._aliases[first], *rest)) if first in self._aliases else None
@@ -162,7 +165,7 @@ def _folder_in(path: ast.expr, *, is_first: bool) -> PathFolder:
 
 
 def all_in(tree: ast.Module) -> list[str]:
-    """The texts that a module has in `__all__`."""
+    """The names in a module's `__all__`."""
     found = []
     for node in tree.body:
         match node:
@@ -176,7 +179,7 @@ def all_in(tree: ast.Module) -> list[str]:
 
 
 def defined_in(tree: ast.Module) -> frozenset[str]:
-    """The names that a module has, as far as its source says; with `*` any name may be one."""
+    """The names that a module defines at its top level; `*` among them: any other name may exist as well."""
     found: set[str] = set()
     todo: list[ast.stmt] = [*tree.body]
     while todo:

@@ -1,7 +1,7 @@
-"""Locates the user's own modules as the tasks of a run do, without importing anything.
+"""Locate the user's own modules as the tasks of a run do, without importing anything.
 
-These are the modules beside the run file, in editable installs and in other folders on Python's path, or with an image
-those that are bound into it.
+These are the modules beside the run file, in editable installs and in other folders on Python's path; with an image,
+those beside the run file and those that are bound into it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder
 
 @dataclass(frozen=True)
 class Place:
-    """A module's file, None for a namespace, and the folders of its submodules. A compiled file is in no snapshot."""
+    """A module's file, which may be compiled, None for a namespace; and the folders of its submodules."""
 
     path: str | None
     folders: tuple[str, ...]
@@ -46,7 +46,7 @@ class Locator:
 
     `folders` are searched first. `foreign` are requested packages that are not the user's; `bound_in` are installed
     distributions that are bound into the image; `elsewhere` are the user's packages outside of the image, with paths.
-    `archives` are those from which requested modules come, and that are not installed.
+    `archives` are zip archives, other than installed ones, that have requested modules.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Locator:
         invalidate_caches()
 
     def search_first(self, folder: Path) -> None:
-        """Look for modules in a folder before all others, as Python does for that of a script."""
+        """Search a folder before all others, as Python does with a script's own folder."""
         if str(folder) not in self.folders:
             self.folders.insert(0, str(folder))
 
@@ -88,7 +88,7 @@ class Locator:
         self._places[top] = None
 
     def locate(self, name: str) -> Place | None:
-        """The place of a module of the user's; None for others."""
+        """The place of a module if it is the user's; None for others."""
         if name not in self._places:
             parent, _, tail = name.rpartition(".")
             above = self._places.get(parent) if parent else None
@@ -198,7 +198,7 @@ def search(folders: Sequence[str], name: str) -> Place | None:
 
 
 def _on_path(name: str, above: Place | None = None) -> Place | None:
-    """The place of a module on Python's path, `_INSTALLED` for all that are not the user's; None if there is none.
+    """The place of a module on Python's path; `_INSTALLED` if it is not the user's, None if it is not found.
 
     `above` is the namespace of a submodule.
     """
@@ -226,7 +226,7 @@ def _on_path(name: str, above: Place | None = None) -> Place | None:
 
 
 def archive_of(spec: ModuleSpec | None) -> str | None:
-    """The archive that a module is imported from, if that is not installed."""
+    """The zip archive that a module is imported from; None for an installed archive, and without one."""
     loader = None if spec is None else spec.loader
     if not isinstance(loader, zipimport.zipimporter) or is_others(loader.archive):
         return None

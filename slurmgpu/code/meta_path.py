@@ -1,4 +1,4 @@
-"""`sys.meta_path` with a finder that stays the first."""
+"""`sys.meta_path` with a finder that stays first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, SupportsIndex
 
 
 class MetaPath(list[Any]):
-    """`sys.meta_path`, in which the finder of a snapshot is the first, whatever the user's code does with the list.
+    """A `sys.meta_path` in which the finder of a snapshot stays first, whatever the user's code does with the list.
 
-    Positions are those that iteration gives. What is read or changed at the place of the snapshot's finder is read or
-    changed right behind it, so that `insert(0, hook)`, `[0]` and `pop(0)` are about one hook.
+    Positions are those of iteration. A read or a change at the position of the snapshot's finder goes to the next one,
+    so that `insert(0, hook)`, `[0]` and `pop(0)` mean the same hook.
     """
 
     def __init__(self, first: MetaPathFinder, others: Iterable[Any]) -> None:
@@ -20,7 +20,7 @@ class MetaPath(list[Any]):
         self._first = first
 
     def _replace(self, finders: Iterable[Any]) -> None:
-        # At once, as other threads may import: a list that is sorted in place is empty meanwhile.
+        # In one step, because other threads may import: a list is empty while it is sorted in place.
         super().__setitem__(slice(None), MetaPath(self._first, finders))
 
     def _behind(self, index: Any) -> Any:
@@ -47,18 +47,18 @@ class MetaPath(list[Any]):
         self._replace(found)
 
     def insert(self, index: SupportsIndex, finder: Any) -> None:
-        """Insert before the finder at a position, and behind the first in any case."""
+        """Insert before the finder at a position, but always behind the first."""
         self[index:index] = [finder]
 
     def pop(self, index: SupportsIndex = -1) -> Any:
-        """Remove a finder, and never the first."""
+        """Remove and return a finder, never the first."""
         found = list(self)
         popped = found.pop(self._behind(index))
         self._replace(found)
         return popped
 
     def remove(self, finder: Any) -> None:
-        """Remove a finder; the first comes back."""
+        """Remove a finder; removing the first has no effect."""
         found = list(self)
         found.remove(finder)
         self._replace(found)

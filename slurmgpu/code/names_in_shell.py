@@ -1,4 +1,4 @@
-"""Names in a shell script: files beside it, files of the folder in which it runs, and modules of Python."""
+"""Names in a shell script: files beside it, files in the folder where it runs, and Python modules."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ _SUFFIXES = frozenset({".sh", ".bash", ".zsh"})
 _FIRST_LINE = re.compile(rb"#!.*\b(?:ba|z|da|k)?sh\b")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _USAGE = re.compile(r"([\"'])\s*usage:(?:\\.|(?!\1).)*\1", re.IGNORECASE | re.DOTALL)
-"""A text in quotes that says how the script is called."""
+"""A quoted usage text."""
 _REQUIRED = re.compile(r"\$\{(\w+):?\?(?:\$\{[^}\n]*\}|[^}\n])*\}")
-"""`${1:?...}`, whose text is printed where there is no argument."""
+"""`${1:?...}`, whose text is an error message."""
 _BEGINS = r"(?:^|[;&{]|\b(?:then|else|do)\b)[ \t]*"
 _TO_STDERR = r"(?:1?>&2|>[ \t]*/dev/(?:stderr|tty))"
 _PRINTED = re.compile(
     rf"(?m)({_BEGINS}(?:echo|printf)[ \t])(?:[ \t]*(?:-\w+|\"(?:\\.|[^\"\\\n$`]|\$\{{?0)*\"|'[^'\n]*'))+"
     rf"(?=[ \t]*{_TO_STDERR}?[ \t]*(?:$|[;}}]|&&|\|\|))"
 )
-"""Texts that are printed as they are, but for the script's name, and neither piped nor written."""
+"""Constant texts, apart from the script's name, that are printed and neither piped nor written to a file."""
 _HEREDOC = re.compile(rf"{_BEGINS}cat[ \t]*({_TO_STDERR}?)[ \t]*<<-?[ \t]*([\"']?)(\w+)\2[ \t]*({_TO_STDERR}?)[ \t]*$")
 _FOR_OUTPUT = r"(?:-o|--(?:out|output|save|dump|results?|log)(?:[-_](?:file|path|to|json|csv|name))?)"
 _WRITTEN = re.compile(rf"(?:>[>|]?\s*|\btee\s+(?:-a\s+|--append\s+)?|(?<!\S){_FOR_OUTPUT}[ =]\s*)([^\s;&|]+)")
 _OUTPUT = re.compile(r"(?<![>\w-])[12&]?>\|?\s*[\"']?([^\s;&|<>()\"'$`*?{]*\.[A-Za-z]\w{0,9})[\"']?(?=[\s;&|)]|$)")
-"""A file of which the name is spelt out, with a suffix. `>>` appends."""
+"""A redirection to a file with a fixed name and a suffix; not `>>`, which appends."""
 _QUOTED = re.compile(r"'([^'\n]*)'")
-"""With a blank in it, code of another program: in that of awk `$2 > limit.x` is no output."""
+"""Code of another program if it has a blank: in awk, `$2 > limit.x` compares and writes no file."""
 _CHANGES_FOLDER = re.compile(r"(?:^|[\s;&|(])(?:cd|pushd)\s")
 _ASSIGNED = re.compile(r"(?m)^[ \t]*(?:(?:export|local|readonly)[ \t]+)?(\w+)=[\"']?([^\s\"';]+)")
 _WORD = re.compile(r"[^\s\"'`;|&()<>]+")
@@ -38,10 +38,10 @@ _MODULE = re.compile(r"\s(?:-m|--module)\s+([A-Za-z_][\w.]*)")
 
 @dataclass(frozen=True)
 class NamesInShell:
-    """Paths relative to the script's folder, paths relative to the folder in which it runs, and names of modules.
+    """What a script names: files `beside` it, files `here`, in the folder where it runs, and Python modules.
 
-    `path` are the folders, relative to the latter, that it puts on PYTHONPATH. It `chooses_gpus` by
-    CUDA_VISIBLE_DEVICES. `outputs` are the files that it writes by a name which it spells out.
+    `path` are the folders that it puts on PYTHONPATH, relative to where it runs. `chooses_gpus` says whether it sets
+    CUDA_VISIBLE_DEVICES. `outputs` are the files that it writes under a fixed name.
     """
 
     beside: frozenset[str]
@@ -58,7 +58,7 @@ def is_shell(source: bytes, suffix: str) -> bool:
 
 
 def commands_in(source: bytes) -> str:
-    """The text of a script, its continued lines joined, without comments and texts that say how it is called."""
+    """The text of a script with continued lines joined, without comments, constant messages and usage texts."""
     text = _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
     text = _REQUIRED.sub(r"${\1}", _USAGE.sub(" ", _without_printed_documents(text)))
     return _PRINTED.sub(r"\1", text)
@@ -85,9 +85,9 @@ def _without_printed_documents(text: str) -> str:
 
 
 def names_in(text: str) -> NamesInShell:
-    """The words that may be names, of the commands of a script.
+    """The words in a script's commands that may name files or modules.
 
-    `$HERE/train.py` and `$(dirname "$0")/train.py` are taken as beside.
+    `$HERE/train.py` and `$(dirname "$0")/train.py` count as files beside the script.
     """
     without_code = _QUOTED.sub(lambda found: " " if re.search(r"\s", found[1]) else found[0], text)
     outputs = frozenset() if _CHANGES_FOLDER.search(text) else frozenset(_OUTPUT.findall(without_code))
@@ -106,20 +106,20 @@ def names_in(text: str) -> NamesInShell:
 
 
 def is_for_output(option: str) -> bool:
-    """Whether the value of an option is by its name a file that a program writes: `--output`, `--log-file`, `-o`."""
+    """Whether an option's name says that its value is an output file: `--output`, `--log-file`, `-o`."""
     return re.fullmatch(_FOR_OUTPUT, option) is not None
 
 
 def sets_gpus(text: str) -> bool:
-    """Whether a text sets CUDA_VISIBLE_DEVICES, so that it shows GPUs, as in `env CUDA_VISIBLE_DEVICES=1`."""
+    """Whether a text sets CUDA_VISIBLE_DEVICES to GPUs, as in `env CUDA_VISIBLE_DEVICES=1`."""
     return _GPUS.search(text) is not None
 
 
 def is_before_code(option: str) -> bool:
-    """Whether the argument behind this one is code, as it is for `bash -lc` and `bash -ceu`."""
+    """Whether the next argument is shell code, as after `bash -lc` and `bash -ceu`."""
     return re.fullmatch(r"-[A-Za-z]*c[eux]*", option) is not None
 
 
 def folders_in(python_path: str) -> list[str]:
-    """The folders of a PYTHONPATH that are no variables."""
+    """The folders of a PYTHONPATH, without those that contain variables."""
     return [folder for folder in python_path.split(":") if folder and "$" not in folder]

@@ -20,9 +20,10 @@ _SCRIPTS = ("__main__", "__mp_main__")
 
 
 def refuse_other_modules(files: Iterable[SourceFile], needed: Iterable[str], folder: Path) -> None:
-    """Raise SlurmGPUError if tasks would import other modules than those that this process has functions of.
+    """Raise SlurmGPUError if tasks would import other modules than this process has imported, or none.
 
-    `files` are those of the snapshot, `needed` the modules of the functions, and `folder` is where tasks look first.
+    `files` are those of the snapshot, `needed` the modules of the functions that are sent, and `folder` is where tasks
+    search first.
     """
     there = {name: file.path for file in files for name in file.modules}
     for name, path in sorted(there.items()):
@@ -49,10 +50,10 @@ def refuse_other_modules(files: Iterable[SourceFile], needed: Iterable[str], fol
 
 @contextlib.contextmanager
 def namesakes_hidden(folder: Path) -> Iterator[None]:
-    """Import modules from `folder` first in the block, as its run's tasks do, whatever this process has imported.
+    """Within the block, import modules from `folder` first, as tasks do, whatever this process has imported.
 
-    Modules of the user's that have the name of another file there are put back at the end, and so is `sys.path`. Both
-    are of the whole process, so no other thread plans meanwhile.
+    The user's modules that have a namesake there are hidden, and put back at the end; `sys.path` is restored, too. Both
+    belong to the whole process, so a lock keeps other threads from planning meanwhile.
     """
     with process_wide.one_thread():
         others = {top for top in {name.partition(".")[0] for name in list(sys.modules)} if _has_other(folder, top)}
@@ -67,7 +68,7 @@ def namesakes_hidden(folder: Path) -> Iterator[None]:
             with contextlib.suppress(ValueError):
                 sys.path.remove(str(folder))
             if hidden:
-                # With those that use the folder's ones: the next plan imports them once more.
+                # All that the block imported, since it may use modules of the folder. The next plan imports it again.
                 for name in own_modules(sys.modules.keys() - before):
                     del sys.modules[name]
                 sys.modules.update(hidden)

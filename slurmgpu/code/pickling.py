@@ -20,15 +20,15 @@ if sys.version_info >= (3, 12):
     from typing import TypeAliasType
 
 MOST_BYTES = 10_000_000
-"""The largest pickle of a function with the values that it uses: it is read by each worker."""
+"""The largest pickle of a function with the values that it uses. Each worker reads it."""
 _CACHED = type(functools.lru_cache(lambda: None))
 _PROTOCOL = 4
-"""The protocol of what `reducer` returns: arrays are bytes, which may be buffers by protocol 5."""
+"""The protocol for what `reducer` returns. Protocol 5 may give arrays as buffers instead of bytes."""
 _WITH_VARIABLES = (FunctionType, MethodType, functools.partial, type, staticmethod, classmethod, property)
 
 
 class CannotPickleError(Exception):
-    """A value that cannot be pickled, as a clause."""
+    """A value cannot be pickled. The message is a clause without a subject: "is an open file"."""
 
 
 class _TooLargeError(CannotPickleError):
@@ -46,7 +46,7 @@ class Pickled:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The contents that a pickler meets: code, the modules that it imports, and the packages of code by its id."""
+    """What a pickler has met: code objects, the modules that they import, and the packages of code by its id."""
 
     codes: list[CodeType]
     imports: set[str]
@@ -76,7 +76,7 @@ def name_of(function: Callable[..., Any]) -> str | None:
 
 
 def dumps(value: Any) -> Pickled:
-    """A pickle of a value; CannotPickleError if there is none."""
+    """Pickle a value; CannotPickleError if that fails or takes more than MOST_BYTES."""
     file, seen = _Bounded(), _Seen([], set(), {})
     try:
         _pickler(file, seen).dump(value)
@@ -88,7 +88,10 @@ def dumps(value: Any) -> Pickled:
 
 
 def reducer() -> Callable[[Any], Any]:
-    """A function that tells how an object, if no plain value, is pickled: as `__reduce__` does, or its global name."""
+    """A function that returns how an object is pickled: the tuple of `__reduce__`, or its global name.
+
+    It is not for plain values such as numbers, texts, lists and dicts.
+    """
     pickler = _pickler(io.BytesIO(), _Seen([], set(), {}))
 
     def take_apart(obj: Any) -> Any:
@@ -102,9 +105,9 @@ def reducer() -> Callable[[Any], Any]:
 
 
 def _pickler(file: io.BytesIO, seen: _Seen) -> Any:
-    import cloudpickle  # takes long
+    import cloudpickle  # the import is slow
 
-    if (main := sys.modules.get("__mp_main__")) is not None:  # the script, in a process that it spawned
+    if (main := sys.modules.get("__mp_main__")) is not None:  # the script's module in a process that it spawned
         cloudpickle.register_pickle_by_value(main)
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's is not typed
@@ -113,7 +116,7 @@ def _pickler(file: io.BytesIO, seen: _Seen) -> Any:
                 seen.codes.append(obj)
                 seen.imports.update(_imported_in(obj, seen.packages.get(id(obj))))
                 made, arguments = self.dispatch_table[CodeType](obj)
-                # cloudpickle 3.1.3 leaves the file's name out, by which errors tell their place.
+                # cloudpickle 3.1.3 leaves out the file's name, which tracebacks show.
                 return _code_of_file, (made, arguments, obj.co_filename)
             if isinstance(obj, FunctionType):
                 seen.packages.update(dict.fromkeys(map(id, _codes_of(obj)), obj.__globals__.get("__package__")))
@@ -124,7 +127,7 @@ def _pickler(file: io.BytesIO, seen: _Seen) -> Any:
             elif type(obj) is functools.cached_property:
                 return _cached_property, (obj.func, obj.attrname)
             elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdin, sys.stdout, sys.stderr):
-                raise CannotPickleError("is an open file")  # cloudpickle sends what it holds
+                raise CannotPickleError("is an open file")  # cloudpickle would pickle the file's content
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
                 raise CannotPickleError(f"is a tensor on {obj.device}")
@@ -143,7 +146,7 @@ def _code_of_file(make: Callable[..., CodeType], arguments: Sequence[Any], filen
 
 
 def _cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function with a cache of its own, as by `functools.cache`."""
+    """A function with a new cache, as made by `functools.lru_cache`."""
     made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
     return made
 
@@ -165,7 +168,7 @@ def _imported_in(code: CodeType, package: str | None) -> Iterator[str]:
 
 
 def _cached_property(function: Callable[..., Any], name: str | None) -> Any:
-    """A cached property as a class has it; that of Python 3.11 and older has a lock, which cannot be pickled."""
+    """Make a cached property. It is rebuilt because that of Python 3.11 and older has a lock, which is not pickled."""
     made = functools.cached_property(function)
     if name is not None:
         made.__set_name__(object, name)
@@ -191,7 +194,7 @@ def _is_importable(obj: Any) -> bool:
 
 
 def to_blame(function: Any) -> dict[str, str]:
-    """The variables that a function uses and that cannot be pickled each by itself, and why."""
+    """The variables of a function that cannot be pickled, each with the reason."""
     found: dict[str, str] = {}
     _blame(function, {id(function)}, found)
     return found
@@ -213,7 +216,7 @@ def _blame(function: Any, met: set[int], found: dict[str, str]) -> None:
 
 
 def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """The values that a function keeps or reads, by the names of variables."""
+    """The values that a function holds or reads, with the names of their variables."""
     if isinstance(function, functools.partial):
         yield from [(f"argument {number}", value) for number, value in enumerate(function.args)]
         yield from function.keywords.items()

@@ -1,8 +1,8 @@
-"""The present files of a snapshot on disk: which have changed, and the copies that run instead.
+"""Check whether the files of a snapshot have changed on disk, and give programs the snapshot's copies.
 
-Modules are imported from the snapshot. A program that a workload starts imports them from disk, and code reads
-configurations there: once one has changed, programs run by copies, and rows by changed files are by unknown code. The
-worker imports this: standard library only.
+The worker imports modules from the snapshot. A program that a workload starts imports them from disk, and code reads
+configurations there. Once a file of the snapshot has changed, programs run from its copies. Once a file that code reads
+has changed, rows count as computed by unknown code. The worker imports this: standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slurmgpu.code.snapshots import ReadFile, SourceFile
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 MANY_BESIDE = 2000
-"""Nothing is linked for the copy of a script in a folder with more entries: the folder holds data."""
+"""A folder with more entries holds data: nothing in it is linked for the copy of a script."""
 
 _Signature = tuple[int, int, int]
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class PresentFiles:
-    """Looks at the files of a snapshot, by path, and at those that its code has `read`; `copies` is its folder."""
+    """Checks the `files` of a snapshot, by path, and those that its code `read`s from disk; `copies` is its folder."""
 
     def __init__(self, copies: Path, files: Mapping[str, SourceFile], read: Iterable[ReadFile]) -> None:
         self._copies, self._files, self._read = copies, files, [*read]
@@ -40,9 +40,9 @@ class PresentFiles:
         self._is_unknown = False
 
     def look_at_read_files(self) -> list[str]:
-        """Look whether the files that code reads where they lie are as they were; log those that are not since now.
+        """Log and return the files that code reads from disk and that have changed since the last call.
 
-        It is called once code has read them: it may read another file later.
+        Call it after code has read them: a file that is checked earlier may change before it is read.
         """
         found = []
         for each in self._read:
@@ -56,17 +56,17 @@ class PresentFiles:
         return found
 
     def expect_reads_again(self) -> None:
-        """Have the files that code reads looked at after each shard: it starts programs that read them."""
+        """Check the files that code reads after each shard, because it starts programs that read them again."""
         self._reads_again = True
 
     def note_unknown_code(self) -> None:
-        """Note that the shard which is being computed is by unknown code: an edited module may have been imported."""
+        """Mark the shard in progress as computed by unknown code: an edited module may have been imported."""
         self._is_unknown = True
 
     def is_code_known(self, *, looks: bool) -> bool:
-        """Whether a shard that was just computed is by the code of the snapshot; without `looks`, as far as was seen.
+        """Whether the code of the snapshot computed the last shard.
 
-        The files that code reads where they lie are looked at if it `looks`, or reads them for each shard.
+        With `looks`, or after `expect_reads_again`, the files that code reads from disk are checked first.
         """
         if looks or self._reads_again:
             self.look_at_read_files()
@@ -74,7 +74,7 @@ class PresentFiles:
         return not (was_unknown or self._read_and_changed)
 
     def as_submitted(self, path: Path) -> Path:
-        """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""
+        """The path of a script to run: its own or, once a file of the snapshot has changed, that of its copy."""
         file = self._files.get(str(path))
         if file is None or self._is_as_submitted():
             return path
@@ -82,9 +82,9 @@ class PresentFiles:
         return self._copies / file.name
 
     def python_path(self) -> list[str]:
-        """The folders in which programs find the copies of modules, once a file of the snapshot has changed.
+        """The folders with copies of modules for PYTHONPATH, once a file of the snapshot has changed; none before.
 
-        Python puts the folder of a script on the path by itself.
+        The folder of a script is not among them, because Python adds it.
         """
         if self._is_as_submitted():
             return []
@@ -96,7 +96,7 @@ class PresentFiles:
         return [str(root) for root in roots if root not in scripts]
 
     def has_just_changed(self) -> bool:
-        """Whether a file of the snapshot is seen to have changed for the first time."""
+        """Whether a file of the snapshot has changed and no earlier call noticed a change."""
         return not self._has_changed and not self._is_as_submitted()
 
     def _link_beside(self, script: SourceFile) -> None:
@@ -105,17 +105,17 @@ class PresentFiles:
             _link_what_is_beside(script, self._copies, self._files.values())
 
     def _is_as_submitted(self) -> bool:
-        """Whether all files are as they were; once one was not, copies are used, whatever comes later."""
+        """Whether no file has changed so far; False stays False, even if the file is restored."""
         if not self._has_changed:
             files = self._files.values()
             self._has_changed = not all(self._is_same(each.path, each.source.__eq__) for each in files)
         return not self._has_changed
 
     def _is_same(self, path: str, is_its: Callable[[bytes], bool]) -> bool:
-        """Whether a file on disk has the content that it had; it is read once, unless it changes."""
+        """Whether a file on disk has its former content. It is read again only if its inode, size or time changes."""
 
         def look() -> bool:
-            with open(path, "rb") as opened:  # a network file system looks again as it opens
+            with open(path, "rb") as opened:  # opening makes a network file system check for changes
                 signature = _signature(opened)
                 if self._same.get(path) != signature and is_its(opened.read()):
                     self._same[path] = signature
@@ -137,9 +137,9 @@ def _signature(opened: BinaryIO) -> _Signature:
 
 
 def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[SourceFile]) -> None:
-    """Link what lies beside the files of a snapshot into it, so that the copy of a script finds it by its own place.
+    """Link what lies beside the files of a snapshot into it, so that copies of scripts and modules find it.
 
-    So do modules of packages from elsewhere. Whoever may not write there goes without.
+    Errors are ignored: without permission to write there are no links.
     """
     pairs: dict[Path, Path] = {}
     is_of_base = script.path.endswith(f"{os.sep}{script.name}")
@@ -156,12 +156,12 @@ def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[Sou
             with os.scandir(original) as entries:
                 found = [Path(entry.path) for entry in entries if entry.name != "__pycache__"]
             for path in found if len(found) <= MANY_BESIDE else ():
-                if not here.is_relative_to(path.resolve()):  # what walks along links would walk for ever
+                if not here.is_relative_to(path.resolve()):  # a walk that follows links would not end
                     with contextlib.suppress(FileExistsError):
                         (snapshot / folder / path.name).symlink_to(path)
 
 
 def _depth(file: SourceFile) -> int:
-    """How many folders above a module's file, its own included, are packages."""
+    """The number of folders above a module's file that are packages, its own folder included."""
     dots = min((name.count(".") for name in file.modules), default=0)
     return dots + (1 if file.modules and Path(file.path).name == "__init__.py" else 0)

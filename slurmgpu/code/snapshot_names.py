@@ -1,4 +1,4 @@
-"""The names that files have in a snapshot, by which a copy of a script finds what is around it."""
+"""The names of files in a snapshot. They keep relative paths, so that the copy of a script finds other files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slurmgpu.util.users import expanded
 
 
 class SnapshotNames:
-    """Gives each file a name of its own: its path below the run file's folder `base`, a script's, or its package's."""
+    """Gives each file a unique name: its path below the run file's folder `base`, a script's folder, or its package."""
 
     def __init__(self, base: Path) -> None:
         self._roots = [base]
@@ -16,14 +16,14 @@ class SnapshotNames:
         self._folders: set[str] = set()
 
     def add_script(self, script: Path) -> None:
-        """Keep the places of a script from elsewhere, and of what is around it."""
+        """Keep the relative paths around a script that lies outside of the run file's folder."""
         if not script.is_relative_to(self._roots[0]):
             above = script.parent.parent
             is_everyones = above in (Path(above.anchor), expanded("~").parent)
             self._roots.append(script.parent if is_everyones else above)
 
     def new(self, path: Path, module: str | None) -> str:
-        """The name of a file, which is that of a `module` or of a script; with a number before it, if it is taken."""
+        """The name of the file of a `module`, or of a script; with a number before it if the name is taken."""
         if root := next((each for each in self._roots if path.is_relative_to(each)), None):
             name = str(path.relative_to(root))
         elif module is not None:

@@ -1,4 +1,4 @@
-"""Snapshots of the user's modules at submission, and the digests by which rows name them.
+"""Snapshots of the user's modules at submission, and their digests, which rows carry.
 
 RUN/code/DIGEST.json describes the files in RUN/code/DIGEST; docs/reference/files.md has the keys. The worker imports
 this: standard library only.
@@ -42,8 +42,8 @@ class SourceFile:
     """A file of the user's: its original `path`, and its `name` in the snapshot.
 
     `modules` are its module names, empty for a file that the run file names by path. `digest` is that of its syntax
-    tree, of a script that of its bytes; `sha256` is that of its bytes, and `source` is empty if it was not read.
-    `inside` is its path in the run's image if that differs.
+    tree, or of its bytes for a script; `sha256` is that of its bytes. `source` is empty if it was not read. `inside` is
+    its path in the run's image if that differs.
     """
 
     name: str
@@ -61,7 +61,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ReadFile:
-    """A file that code names, and reads where it lies: its name for people, its path, and the digest of its bytes."""
+    """A file that code reads from disk: its name in messages, its path, and the digest of its bytes."""
 
     name: str
     path: str
@@ -70,10 +70,10 @@ class ReadFile:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The user's modules; `about` has Python, versions, commit and image. `left_out` says what is not included.
+    """The user's modules; `about` has the versions of Python and packages, the commit and the image.
 
-    `namespaces` are the packages of these modules that have no `__init__.py`. `read` are files that are not kept, such
-    as configurations.
+    `left_out` are notes, such as on what is not included. `namespaces` are the packages of these modules that have no
+    `__init__.py`. `read` are files that are not copied, such as configurations.
     """
 
     files: tuple[SourceFile, ...]
@@ -84,7 +84,10 @@ class Snapshot:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of names and syntax trees, which ignores comments and layout, and of functions given since."""
+        """The digest of all names and contents, and of functions given to resubmissions.
+
+        Comments and layout of modules do not count.
+        """
         parts = sorted((file.name, file.digest) for file in self.files)
         parts += sorted((f"{role}()", each["same"]) for role, each in self.about.get("functions", {}).items())
         parts += sorted((f"{file.name}:read", file.sha256) for file in self.read)
@@ -96,7 +99,7 @@ class Snapshot:
 
 
 def write(run: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot into a run directory atomically; an existing one of the same digest stays."""
+    """Write a snapshot into a run directory atomically. If one of the same digest exists, its files stay."""
     folder = run / FOLDER
     about = folder / f"{snapshot.digest}.json"
     if (former := _former(run, snapshot.digest)) is not None:
@@ -110,7 +113,7 @@ def write(run: Path, snapshot: Snapshot) -> None:
             known: CodeAbout = {**former.about, "functions": given} if given else former.about
             _write_about(about, replace_fields(former, files=tuple(moved), about=known))
         return
-    # This code runs as the user who computes: nobody else may write it, whatever the umask.
+    # Tasks run this code as their user: nobody else may write it, whatever the umask.
     make_folder(folder, 0o755)
     target = folder / snapshot.digest
     if exists(target):  # left by a process that died before it wrote the JSON
@@ -133,12 +136,12 @@ def _write_about(path: Path, snapshot: Snapshot) -> None:
     named = {"namespaces": list(snapshot.namespaces), "read": [asdict(file) for file in snapshot.read]}
     told = {**head, **snapshot.about, "left_out": left_out, "files": files, **named}
     text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
-    # A group with write permission by the umask may not choose what is imported.
+    # Not by the umask: a group that may write this file could choose what tasks import.
     write_bytes(path, text.encode("utf-8", "backslashreplace"), mode=0o644)
 
 
 def _write_sources(target: Path, snapshot: Snapshot) -> None:
-    with beside(target) as partial:  # a unique name: existing content is from an earlier try
+    with beside(target) as partial:  # the name is unique, so existing content is from an earlier try
         partial.mkdir(mode=0o755, exist_ok=True)
         for file in snapshot.files:
             path = partial / file.name
@@ -175,7 +178,7 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
 
 
 def _expect_ours(run: Path, *paths: Path) -> None:
-    """Raise ValueError unless this user, the run's owner or root owns the files: they are imported as this user."""
+    """Raise ValueError unless this user, the run's owner or root owns the files, which this user will import."""
     owners = {os.geteuid(), 0, retried((run / "run.json").lstat).st_uid}
     for path in (run / FOLDER, *paths):
         status = retried(path.lstat)
@@ -220,7 +223,7 @@ def code_digest(lines: Sequence[SubmissionLine]) -> str | None:
 
 
 def read_and_changed(files: Iterable[ReadFile]) -> list[str]:
-    """The names of the files that have not the content that they had; one that cannot be read has another."""
+    """The names of the files whose content has changed, or that cannot be read."""
     return [file.name for file in files if _sha256_now(file.path) != file.sha256]
 
 
@@ -277,9 +280,9 @@ def _changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:
 
 
 def tree_digest(source: bytes, path: str, tree: ast.Module | None = None) -> str:
-    """The digest of a file's syntax tree with docstrings, the same in each version of Python; or SyntaxError.
+    """The digest of a file's syntax tree, the same in each version of Python. SyntaxError if it cannot be parsed.
 
-    Comments and layout are ignored. `tree` is given if the source was parsed before.
+    Docstrings count, comments and layout do not. `tree` is given if the source was parsed before.
     """
     words: list[str] = []
     try:
@@ -292,7 +295,7 @@ def tree_digest(source: bytes, path: str, tree: ast.Module | None = None) -> str
 def _spell(node: object, words: list[str]) -> None:
     """Append a syntax tree as words; the output of ast.dump depends on the version of Python.
 
-    Python 3.12.1 has an empty text at the end of `f"{x:{width}}"`.
+    Empty texts in f-strings are skipped: Python 3.12.1 adds one at the end of `f"{x:{width}}"`.
     """
     if isinstance(node, ast.AST):
         words.append(f"({type(node).__name__}")

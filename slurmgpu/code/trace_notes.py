@@ -17,7 +17,7 @@ _OVERLAPS = re.compile(r"--overlap|SLURM_OVERLAP")
 
 @dataclass
 class TraceNotes:
-    """Notes that gather while code is traced; `sentences` words them."""
+    """What tracing has noticed; `sentences` puts it into words."""
 
     left_out: list[str] = field(default_factory=list)
     """Sentences on modules that are not in the snapshot."""
@@ -26,7 +26,7 @@ class TraceNotes:
     choosing_gpus: list[str] = field(default_factory=list)
     """Places that set CUDA_VISIBLE_DEVICES."""
     outputs: dict[str, Sequence[str]] = field(default_factory=dict)
-    """The files that scripts write by a name which is the same in each call, by the script."""
+    """The files that scripts write under the same name in each call, by script."""
     reading_array_id: dict[str, None] = field(default_factory=dict)
     """Scripts that read SLURM_ARRAY_TASK_ID."""
     sets_array_id: bool = False
@@ -40,9 +40,9 @@ class TraceNotes:
             self.left_out.append(sentence)
 
     def look_for_slurm(self, script: str, text: str) -> None:
-        """Note a script that reads the number of its array task, or starts a step, as one of `sbatch` does.
+        """Note a script that reads SLURM_ARRAY_TASK_ID or calls srun, as scripts for sbatch do.
 
-        `text` is what it runs, without comments: many say there how they are started.
+        `text` is its code without comments, which often show how the script is started.
         """
         if _STEP.search(text) and not _OVERLAPS.search(text):
             self.waiting_steps[script] = None

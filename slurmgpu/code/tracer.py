@@ -1,8 +1,8 @@
-"""Traces which files of the user's a workload imports, runs and reads, as they are on disk now.
+"""Find the user's files that a workload imports, runs and reads, as they are on disk now.
 
-A `Tracer` is told where to begin: the workload, scripts, texts of the run file. It follows imports in syntax trees,
-also within functions, and names in shell scripts; `finish` returns a `Trace`. Nothing is imported: the planning process
-may have imported an older version, and a login node may lack dependencies.
+A `Tracer` begins with the workload, scripts and texts of the run file. It follows imports in syntax trees, also within
+functions, and names in shell scripts; `finish` returns a `Trace`. Nothing is imported: the planning process may have
+imported an older version, and a login node may lack dependencies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, ret
 from slurmgpu.util.users import expanded
 
 _MANY_FILES = 2000
-"""A package with more files is not the user's own, such as PyTorch built from source."""
+"""A package with more files is taken as foreign, such as PyTorch built from source."""
 NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_][\w.]*")
 """A setting that names a class or a function in a module or a file: `digits.py:Digits`."""
 _DOTTED_IN_TEXT = re.compile(rf"(?<![\w./-]){DOTTED.pattern}(?![\w/])")
@@ -48,10 +48,10 @@ _OF_TRACKERS = frozenset({"wandb", "mlruns", "lightning_logs", "__pycache__"})
 
 @dataclass(frozen=True)
 class Trace:
-    """The files that a snapshot keeps, and those that are `read` where they lie.
+    """The files that a snapshot keeps, and those that are only `read` from disk.
 
-    `namespaces` are packages of these files without an `__init__.py`. `packages` are installed ones that the code
-    imports, with an image those that are bound into it. `notes` are sentences for the user.
+    `namespaces` are packages of these files without an `__init__.py`. `packages` are installed packages that the code
+    imports; with an image, those that are bound into it. `notes` are sentences for the user.
     """
 
     files: tuple[SourceFile, ...]
@@ -78,11 +78,11 @@ class _UserFile:
 
 
 class Tracer:
-    """Follows imports from file to file, from a run file's folder on.
+    """Follows imports from file to file, beginning in a run file's folder.
 
     `packages` are names and paths bound into the run's image, None without an image; `former` are the files of an
-    earlier snapshot. `inputs` are files whose digests the plan has: a task refuses others. `options` are those on the
-    command line of scripts, as variables are named; None where that is not known.
+    earlier snapshot. `inputs` are files that need no digest here, because the plan has it. `options` are the names of
+    options on the command line of scripts, with `_` for `-`; None if the command line is unknown.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Tracer:
         self.notes = TraceNotes()
         self._locator = Locator(folder, packages, former)
         self._base, self._packages, self._inputs, self._options = folder, packages, frozenset(inputs), options
-        # Files that the snapshot keeps, by path, those to follow yet, and packages with too many of them.
+        # Files that the snapshot keeps, by path; those still to follow; packages that are dropped for too many files.
         self._files: dict[str, _UserFile] = {}
         self._todo: list[_UserFile] = []
         self._n_modules: Counter[str] = Counter()
@@ -105,18 +105,18 @@ class Tracer:
         self._namespaces: set[str] = set()
         self._names = SnapshotNames(folder)
         self._defined: dict[str, frozenset[str]] = {}
-        # Files that are read where they lie, and programs of Python's that are run or executed there.
+        # Files that are read from disk, and Python programs that run from disk or are executed as text.
         self._read: dict[str, ReadFile] = {}
         self._run_by_shell: list[Path] = []
         self._run_by_text: list[Path] = []
-        # Programs and scripts of shells that were followed there, also by another tracer.
+        # Programs and shell scripts that were followed on disk, also by another tracer.
         self._programs: set[Path] = set()
         self._shells: set[Path] = set()
-        # Folders that a program searches before those of the snapshot.
+        # Folders that programs search before those of the snapshot.
         self._first: set[Path] = set()
 
     def add_named(self, module: str, *, needed: bool = False) -> None:
-        """Add a module or a file that the run file names."""
+        """Add a module or a file that the run file names; SlurmGPUError if a `needed` file does not exist."""
         if not module.endswith(".py"):
             is_name = all(part.isidentifier() for part in module.split("."))
             if is_name and (needed or self._locator.look(module.partition(".")[0]) is not None):
@@ -133,7 +133,7 @@ class Tracer:
             )
 
     def add_script(self, path: Path) -> None:
-        """Add a file that runs as a program, in whatever language, and what it imports if that is Python."""
+        """Add a program in any language, and what it imports if it is Python."""
         self._locator.search_first(path.parent)
         self._names.add_script(path)
         self._take(str(path), None, is_script=True)
@@ -143,7 +143,7 @@ class Tracer:
         self._follow_shell(self._base / "-c", code.encode())
 
     def add_folders(self, names: Iterable[str], *, is_first: bool) -> None:
-        """Look for modules in folders as well; if they are the first on a program's path, it does not find copies."""
+        """Search folders for modules, too. With `is_first`, programs find them there before the snapshot's copies."""
         for name in names:
             with contextlib.suppress(OSError, ValueError):
                 folder = (self._base / expanded(name)).resolve()
@@ -169,7 +169,7 @@ class Tracer:
     def add_text(
         self, text: str, folders: Sequence[Path], suffixes: frozenset[str] = CONFIGURATIONS | PROGRAMS | TEXTS
     ) -> None:
-        """Add what a text names, if anything: a file in one of the folders, or a module by a dotted name."""
+        """Add the file in one of the folders, or the module by a dotted name, that a text may name."""
         if Path(text).suffix in suffixes:
             for folder in folders:
                 if self.add_read(folder / text):
@@ -179,7 +179,7 @@ class Tracer:
             self._add_dotted(name)
 
     def _add_dotted(self, name: str) -> None:
-        """Add the module of the user's that a dotted name is of, or that defines its last part."""
+        """Add the user's module that a dotted name is, or that defines its last part."""
         parts = name.split(".")
         top = self._locator.look(parts[0])
         if top is None:
@@ -189,19 +189,19 @@ class Tracer:
             if self._locator.locate(".".join(parts[:n_parts])) is None:
                 break
             module = ".".join(parts[:n_parts])
-        # Many a text has a dot, and is no name of Python's: `train.loss`.
+        # Many texts with a dot name no module: `train.loss`.
         if module != parts[0] or {parts[1], "*"} & self._names_of(top.path or ""):
             self.add_module(module)
 
     def _names_of(self, path: str) -> frozenset[str]:
-        """The names in a module's file, which is read once: a table of weights may name a thousand of its parts."""
+        """The names in a module's file. It is read once: a list of weights may name a thousand of its parts."""
         if path not in self._defined:
             tree = _tree_of(path)
             self._defined[path] = frozenset() if tree is None else defined_in(tree)
         return self._defined[path]
 
     def add_read(self, path: Path) -> bool:
-        """Note a file that code reads where it lies, and add the modules that it names; False if there is none."""
+        """Note a file that code reads from disk, and add the modules that it names; False if there is no such file."""
         with contextlib.suppress(OSError, ValueError):
             whole = str(path.resolve())
             if whole in self._read or whole in self._files or {whole, os.path.abspath(path)} & self._inputs:  # noqa: PTH100
@@ -212,9 +212,9 @@ class Tracer:
                 return False
             content = retried(path.read_bytes, BRIEF_PATIENCE_S)
             if path.suffix == ".toml" and _OF_A_RUN_FILE.search(content):
-                return True  # the plan has what it says
+                return True  # its content is in the plan
             self._read[whole] = self._digested(path, whole, content)
-            if path.suffix == ".py":  # it is run, or executed as text
+            if path.suffix == ".py":  # a program to run, or text for exec()
                 self._run_by_text.append(path)
             if path.suffix in CONFIGURATIONS:
                 for found in sorted(set(_DOTTED_IN_TEXT.findall(content.decode("utf-8", "replace")))):
@@ -230,7 +230,7 @@ class Tracer:
         return str(Path(whole).relative_to(self._base)) if Path(whole).is_relative_to(self._base) else whole
 
     def _add_configurations(self, folder: Path) -> None:
-        """Note what Hydra may read of a folder, which may hold data and the files of earlier runs as well."""
+        """Note the configurations in a folder of Hydra's, which may also hold data and the files of earlier runs."""
         found: list[Path] = []
         n_files = 0
         for where, folders, names in os.walk(folder, onerror=self.notes.leave_out_folder):
@@ -249,7 +249,10 @@ class Tracer:
             self.add_read(path)
 
     def finish(self) -> Trace:
-        """Follow all imports, and return what was found."""
+        """Follow all imports, and return what was found.
+
+        SlurmGPUError if a needed file is missing, cannot be read, or is not valid Python.
+        """
         while self._todo:
             # Needed files first: whether a file is needed must be known when it is read.
             file = self._todo.pop(next((i for i, each in enumerate(self._todo) if each.needed), 0))
@@ -276,8 +279,8 @@ class Tracer:
         return Trace(files, read, tuple(sorted(spaces)), packages, notes)
 
     def _read_files(self, files: Iterable[SourceFile]) -> tuple[ReadFile, ...]:
-        """The files that code names and reads where they lie, without those in the snapshot."""
-        # Programs run where they lie, though they may be in the snapshot as well.
+        """The files that code reads from disk, without those that it has in the snapshot."""
+        # Programs run from disk, even if the snapshot has them, too.
         started = self._files_of(self._run_by_shell)
         read = self._read | self._files_of(self._run_by_text)
         for file in files:
@@ -312,7 +315,7 @@ class Tracer:
             if file.needed and not isinstance(error, RecursionError):
                 raise _not_python(file.path, error) from error
             return  # it may be for another version of Python
-        # A program's first line, or its comments as of PEP 723, may say what runs it.
+        # The digest of a script is that of its bytes: its first line, or comments as in PEP 723, may say what runs it.
         if file.is_script:
             self.notes.look_for_slurm(file.name, "\n".join(texts_in(tree)))
         else:
@@ -388,7 +391,7 @@ class Tracer:
                 self.add_module(f"{package}.{name}")
 
     def _follow_shell(self, script: Path, source: bytes) -> None:
-        """Add what a script of a shell names; its copy would start the present files of the folder in which it runs."""
+        """Add what a shell script names. Even its copy starts the files on disk in the folder where it runs."""
         text = names_in_shell.commands_in(source)
         names = names_in_shell.names_in(text)
         shown = self._shown(script) if script.name != "-c" else "the code after -c"
@@ -408,14 +411,14 @@ class Tracer:
             self._run_by_shell += [program for program in programs if is_file(program, BRIEF_PATIENCE_S)]
 
     def _follow_beside(self, path: Path) -> None:
-        """Add a file that a shell script names in its own folder, which is in the snapshot as well."""
+        """Add a file that a shell script names in its own folder: programs go into the snapshot, too."""
         if path.suffix in PROGRAMS and is_file(path, BRIEF_PATIENCE_S) and not is_others(str(path)):
             self.add_script(path.resolve())
         elif path.suffix in CONFIGURATIONS:
             self.add_read(path)
 
     def _follow_here(self, path: Path) -> None:
-        """Add a file that a shell script names in the folder in which it runs, where the file is read or run."""
+        """Add a file that a shell script reads or runs in the folder where it runs itself."""
         if path.suffix == ".py" and is_file(path, BRIEF_PATIENCE_S):
             self._run_by_shell.append(path)
         elif path.suffix in CONFIGURATIONS | PROGRAMS and self.add_read(path):
@@ -426,7 +429,7 @@ class Tracer:
                     self._follow_shell(path, content)
 
     def _files_of(self, programs: Iterable[Path]) -> dict[str, ReadFile]:
-        """Programs of Python's that run where they lie, with the files that they import and read."""
+        """Python programs that run from disk, with the files that they import and read."""
         todo = sorted({path.resolve() for path in programs} - self._programs)
         if not todo:
             return {}
@@ -445,7 +448,7 @@ class Tracer:
         return run | {file.path: file for file in found.read}
 
     def _package_of_script(self, path: Path) -> str:
-        """The package to which a script belongs that `python -m` runs in the run file's folder; "" for others."""
+        """The package of a script that `python -m` may run in the run file's folder; "" for others."""
         parts = path.parent.relative_to(self._base).parts if path.is_relative_to(self._base) else ()
         return ".".join(parts) if all(part.isidentifier() for part in parts) else ""
 
@@ -488,7 +491,7 @@ class Tracer:
 
 
 def _tree_of(path: str) -> ast.Module | None:
-    """The syntax tree of a file that need not be one of Python's."""
+    """The syntax tree of a Python file; None for other files, and if it cannot be read or parsed."""
     if path.endswith(".py"):
         with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
             return ast.parse(retried(Path(path).read_bytes, BRIEF_PATIENCE_S))

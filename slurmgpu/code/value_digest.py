@@ -1,7 +1,7 @@
 """Digests of functions and of the values that they use, equal in all processes.
 
-A pickle is not: sets have another order in each process, strings that are equal are one object or two, cloudpickle
-numbers classes at random, and PyTorch writes the addresses of storages.
+Pickles differ between processes: the order of sets varies, equal strings are one object or two, cloudpickle gives
+classes random numbers, and PyTorch writes the addresses of storages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _N_OF_STATE = 3
 def digest_of(value: Any) -> str:
     """A digest of a value that can be pickled: equal in all processes, wherever its code lies in files.
 
-    File names, line numbers, the random numbers of classes and the orders of sets do not count. Where the values in
-    sets have more than MOST_BYTES, each with all that it refers to, or all values 10 times that, no other process has
-    an equal one.
+    File names, line numbers, the random numbers of classes and the orders of sets do not count. The digest of a large
+    value differs in each process: if the elements of its sets, each with all that it refers to, have more than
+    MOST_BYTES, or if all of it has more than 10 times that.
     """
     written, budget = hashlib.sha256(), _Budget(10 * MOST_BYTES)
 
@@ -42,8 +42,8 @@ def digest_of(value: Any) -> str:
         walk.add(value)
         walk.add_sets()
     except (RecursionError, _TooMuchError):
-        # Nested so deeply that pickle's own code, in C, is just able to; a graph whose nodes have sets of nodes; or
-        # tuples of the same tuples, level by level.
+        # Values nested so deeply that only pickle's C code can follow; graphs whose nodes have sets of nodes; tuples
+        # that hold the same tuple several times, on many levels.
         written = hashlib.sha256(dumps(value).content)
     return written.hexdigest()
 
@@ -53,7 +53,7 @@ class _TooMuchError(Exception):
 
 
 class _Budget:
-    """How many bytes may still be written."""
+    """A number of bytes that may still be written; `spend` raises _TooMuchError beyond it."""
 
     def __init__(self, n_bytes: int) -> None:
         self._n_bytes = n_bytes
@@ -65,9 +65,9 @@ class _Budget:
 
 
 class _Walk:
-    """Writes a graph of objects as it is taken apart for a pickle; objects that may be shared have numbers.
+    """Writes a graph of objects as pickle takes it apart; objects that may be shared have numbers.
 
-    `outer` is the walk in which a set was met, for one of its elements, and `budget` what all elements may have.
+    For an element of a set, `outer` is the walk that met the set. `budget` is for the elements of all sets together.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class _Walk:
         self._sets: list[Any] = []
 
     def add(self, value: Any) -> None:
-        """Write a value; what is inside of it comes after it, between brackets."""
+        """Write a value, then its parts in brackets."""
         kind = type(value)
         if kind in _ATOMS:
             self._word(_spelled(value))
         elif (number := self._number_of(value)) is not None:
             self._word(f"same {number}")
-        elif kind is tuple:  # not numbered: equal constants are one tuple or two, as Python has read the file
+        elif kind is tuple:  # not numbered: whether equal constants are one tuple depends on how Python read the file
             self._add_all("tuple", value)
         elif kind in (set, frozenset):
             self._remember(value)
@@ -109,7 +109,7 @@ class _Walk:
                 self._add_taken_apart(value)
 
     def add_sets(self) -> None:
-        """Write the elements of the sets, behind all else: an element that is elsewhere as well is known by that."""
+        """Write the elements of the sets after all else, so that an element that is also elsewhere has its number."""
         for each in self._sets:
             self._word(f"elements {sorted(map(self._digest_within, each))}")
 
@@ -123,11 +123,11 @@ class _Walk:
         make, arguments, *rest = taken
         if isinstance(value, type | typing.TypeVar):
             arguments = tuple("" if isinstance(each, str) and _TRACKER.fullmatch(each) else each for each in arguments)
-        if isinstance(value, set | frozenset) and make is type(value):  # of a class derived from them
+        if isinstance(value, set | frozenset) and make is type(value):  # of a subclass
             arguments = (frozenset(value), *arguments[1:])
         if isinstance(value, types.FunctionType):
             code, variables, *others = arguments
-            # Where its file is; what the code itself reads of this is among the variables of the state.
+            # `__file__` says where the code lies. If the code reads it, it is also among the variables of the state.
             arguments = code, {name: each for name, each in variables.items() if name != "__file__"}, *others
         if isinstance(value, type) and len(taken) >= _N_OF_STATE:
             members, slots = taken[2]
@@ -146,7 +146,7 @@ class _Walk:
         self._word(")")
 
     def _digest_within(self, value: Any) -> str:
-        """The digest of an element of a set, by what was written before the set."""
+        """The digest of an element of a set; objects that were written before have their numbers in it."""
         if type(value) in _ATOMS:
             return _spelled(value)
         written = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Which code computed which rows, as stretches of items. Standard library only: `status` shows it."""
+"""Which code computed which rows, as stretches of items. `status` imports this: standard library only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(made_by: MadeBy, start: int, stop: int) -> list[Stretch]:
-    """The stretches of a shard, from its file's record of its makers."""
+    """The stretches of a shard's items `start` to `stop` - 1, from its file's record of what computed it."""
     whole = Stretch(start, stop, made_by.get("code"))
     if not (revisions := made_by.get("revisions")):
         return [whole]
@@ -57,7 +57,7 @@ def within(stretches: Iterable[Stretch], start: int, stop: int) -> list[Stretch]
 
 
 def makers_of(stretches: Sequence[Stretch]) -> MadeBy:
-    """The record of makers from which `stretches_of` returns these stretches."""
+    """The record of what computed a shard from which `stretches_of` returns these stretches."""
     digests = {each.digest for each in stretches}
     if len(digests) == 1:
         return {"code": digests.pop()}
@@ -70,7 +70,7 @@ def makers_of(stretches: Sequence[Stretch]) -> MadeBy:
 
 
 def rows_by_code(stretches: Iterable[Stretch]) -> dict[str | None, int]:
-    """The number of rows by each version of the code, that of the first row first."""
+    """The number of rows by each version of the code, the first row's version first."""
     found: Counter[str | None] = Counter()
     for start, stop, digest in stretches:
         found[digest] += stop - start
@@ -78,7 +78,7 @@ def rows_by_code(stretches: Iterable[Stretch]) -> dict[str | None, int]:
 
 
 def are_told(versions: Sequence[RowsByCode]) -> bool:
-    """Whether it says more than that all rows are by the code that was submitted."""
+    """Whether the numbers are worth showing: rows by several versions, or by unknown code."""
     return len(versions) > 1 or any(version["digest"] is None for version in versions)
 
 
