@@ -30,12 +30,6 @@ OUTPUT_FOLDERS = frozenset(
     {"output_dir", "out_dir", "outdir", "save_dir", "log_dir", "logging_dir", "dirpath", "default_root_dir", "work_dir"}
 )
 """Names that transformers, Lightning and others give to arguments and options for an output folder."""
-_SAYS = frozenset(
-    {"print", "exit", "error", "ArgumentParser", "debug", "info", "warning", "warn", "critical", "exception"}
-)
-"""Calls whose texts are messages for people."""
-_FOR_HELP = frozenset({"help", "description", "epilog", "usage"})
-"""Arguments of argparse, click and Typer that are help texts."""
 _APPENDS = frozenset({"a", "ab", "at", "a+"})
 _FILE = re.compile(r"(?!/dev/)[^\s*?]*[^\s*?/.]\.[A-Za-z]\w{0,9}")
 _WRITES = (
@@ -199,35 +193,10 @@ class FilesInSource(ast.NodeVisitor):
 
 
 def texts_in(tree: ast.Module) -> list[str]:
-    """The texts of a module, without those for people: docstrings, messages, usage, and help of options."""
-    left_out: set[int] = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Expr(value=ast.Constant() as text):
-                left_out.add(id(text))
-            case ast.Raise(exc=ast.Call(args=arguments)):
-                left_out |= _parts_of(arguments)
-            case ast.Call():
-                spoken = node.args if called_name(node) in _SAYS else []
-                left_out |= _parts_of([*spoken, *(each.value for each in node.keywords if each.arg in _FOR_HELP)])
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in left_out)
-    texts = (node.value for node in found if isinstance(node.value, str))
-    return [text for text in texts if text.lstrip()[:5].lower() != "usage"]
-
-
-def _parts_of(nodes: Sequence[ast.expr]) -> set[int]:
-    """The ids of the text nodes among these nodes, and in their f-strings and sums."""
-    found = set()
-    todo = list(nodes)
-    while todo:
-        match todo.pop():
-            case ast.Constant() as text:
-                found.add(id(text))
-            case ast.JoinedStr(values=parts):
-                todo += [part for part in parts if isinstance(part, ast.Constant)]
-            case ast.BinOp(left=left, right=right):
-                todo += [left, right]
-    return found
+    """All texts but docstrings and the like, which stand alone."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone)
+    return [node.value for node in found if isinstance(node.value, str)]
 
 
 def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:

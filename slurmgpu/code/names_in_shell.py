@@ -8,18 +8,8 @@ from dataclasses import dataclass
 _SUFFIXES = frozenset({".sh", ".bash", ".zsh"})
 _FIRST_LINE = re.compile(rb"#!.*\b(?:ba|z|da|k)?sh\b")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
-_USAGE = re.compile(r"([\"'])\s*usage:(?:\\.|(?!\1).)*\1", re.IGNORECASE | re.DOTALL)
-"""A quoted usage text."""
-_REQUIRED = re.compile(r"\$\{(\w+):?\?(?:\$\{[^}\n]*\}|[^}\n])*\}")
-"""`${1:?...}`, whose text is an error message."""
-_BEGINS = r"(?:^|[;&{]|\b(?:then|else|do)\b)[ \t]*"
-_TO_STDERR = r"(?:1?>&2|>[ \t]*/dev/(?:stderr|tty))"
-_PRINTED = re.compile(
-    rf"(?m)({_BEGINS}(?:echo|printf)[ \t])(?:[ \t]*(?:-\w+|\"(?:\\.|[^\"\\\n$`]|\$\{{?0)*\"|'[^'\n]*'))+"
-    rf"(?=[ \t]*{_TO_STDERR}?[ \t]*(?:$|[;}}]|&&|\|\|))"
-)
-"""Constant texts, apart from the script's name, that are printed and neither piped nor written to a file."""
-_HEREDOC = re.compile(rf"{_BEGINS}cat[ \t]*({_TO_STDERR}?)[ \t]*<<-?[ \t]*([\"']?)(\w+)\2[ \t]*({_TO_STDERR}?)[ \t]*$")
+_USAGE = re.compile(r"(?im)^.*\busage:.*$")
+"""A line that says how a program is called."""
 _FOR_OUTPUT = r"(?:-o|--(?:out|output|save|dump|results?|log)(?:[-_](?:file|path|to|json|csv|name))?)"
 _WRITTEN = re.compile(rf"(?:>[>|]?\s*|\btee\s+(?:-a\s+|--append\s+)?|(?<!\S){_FOR_OUTPUT}[ =]\s*)([^\s;&|]+)")
 _OUTPUT = re.compile(r"(?<![>\w-])[12&]?>\|?\s*[\"']?([^\s;&|<>()\"'$`*?{]*\.[A-Za-z]\w{0,9})[\"']?(?=[\s;&|)]|$)")
@@ -58,30 +48,13 @@ def is_shell(source: bytes, suffix: str) -> bool:
 
 
 def commands_in(source: bytes) -> str:
-    """The text of a script with continued lines joined, without comments, constant messages and usage texts."""
-    text = _COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " "))
-    text = _REQUIRED.sub(r"${\1}", _USAGE.sub(" ", _without_printed_documents(text)))
-    return _PRINTED.sub(r"\1", text)
+    """The text of a script, its continued lines joined, without comments and lines that say how it is called."""
+    return without_usage(_COMMENT.sub("", source.decode("utf-8", "replace").replace("\\\n", " ")))
 
 
-def _without_printed_documents(text: str) -> str:
-    """Leave out here-documents that `cat` prints to stderr, or that have the word usage."""
-    if "<<" not in text:
-        return text
-    kept: list[str] = []
-    lines = iter(text.split("\n"))
-    for line in lines:
-        kept.append(line)
-        if (found := _HEREDOC.search(line)) is None:
-            continue
-        document = []
-        for each in lines:
-            if each.strip() == found[3]:
-                break
-            document.append(each)
-        if not (found[1] or found[4] or any("usage" in each.lower() for each in document)):
-            kept += document
-    return "\n".join(kept)
+def without_usage(text: str) -> str:
+    """A text without the lines that say how a program is called."""
+    return _USAGE.sub("", text)
 
 
 def names_in(text: str) -> NamesInShell:

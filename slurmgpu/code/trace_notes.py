@@ -11,7 +11,12 @@ from slurmgpu.util.amounts import some_of
 
 ARRAY_ID = "SLURM_ARRAY_TASK_ID"
 _MANY_NAMED = 5
-_STEP = re.compile(r"(?m)(?:^|[\s;&|(`])srun[ \t]+[-./\w$\"']")
+_STEP = re.compile(
+    r"(?m)(?:^|[;&|(`]|\b(?:if|while|then|else|do|exec|env|time|nohup)\b)[ \t]*(?:\w+=[^\s;&|(`]*[ \t]+)*"
+    r"srun[ \t]+[-./\w$\"']"
+)
+"""srun where a command begins; prose has other words before it."""
+_READS_ARRAY_ID = re.compile(rf"(?m)\$\{{?{ARRAY_ID}\b|^{ARRAY_ID}$|[\"']{ARRAY_ID}[\"']")
 _OVERLAPS = re.compile(r"--overlap|SLURM_OVERLAP")
 
 
@@ -48,7 +53,7 @@ class TraceNotes:
             self.waiting_steps[script] = None
         if f"{ARRAY_ID}=" in text:
             self.sets_array_id = True
-        elif ARRAY_ID in text:
+        elif _READS_ARRAY_ID.search(text):
             self.reading_array_id[script] = None
 
     def add_calls(self, other: TraceNotes) -> None:

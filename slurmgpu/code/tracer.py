@@ -317,7 +317,7 @@ class Tracer:
             return  # it may be for another version of Python
         # The digest of a script is that of its bytes: its first line, or comments as in PEP 723, may say what runs it.
         if file.is_script:
-            self.notes.look_for_slurm(file.name, "\n".join(texts_in(tree)))
+            self.notes.look_for_slurm(file.name, names_in_shell.without_usage("\n".join(texts_in(tree))))
         else:
             file.digest = tree_digest(source, file.path, tree)
         try:
