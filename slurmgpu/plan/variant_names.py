@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,12 @@ class RunName:
 
 
 def names_beside(
-    configurations: Sequence[Values],
-    zipped: Sequence[str],
-    listed: Mapping[str, Values],
-    differs: Callable[[str, Values], bool] = lambda name, values: False,
+    configurations: Sequence[Values], zipped: Sequence[str], listed: Mapping[str, Values]
 ) -> list[RunName]:
     """A name for each configuration, given the runs in sweep.json, whose values are `listed` without secrets.
 
     A run is identified by its values: a listed configuration keeps its name, whatever else [sweep] makes. Others get
-    unused names. `differs` says whether a listed run and values that look the same without their secrets have
-    different secrets.
+    unused names.
     """
     names = names_of(configurations, zipped)
     free: dict[str, list[str]] = {}
@@ -48,9 +44,9 @@ def names_beside(
     kept: dict[int, str] = {}
     for number, values in enumerate(configurations):
         same = free.get(as_text(hidden(values)), [])
-        if there := [name for name in same if not differs(name, values)]:
+        if same:
             # Two runs have the same values where `zip` repeats them.
-            kept[number] = names[number] if names[number] in there else there[0]
+            kept[number] = names[number] if names[number] in same else same[0]
             same.remove(kept[number])
     new = [number for number in range(len(configurations)) if number not in kept]
     known = {as_text(values): values for values in listed.values()}

@@ -134,7 +134,7 @@ def variants_of(
     _refuse_twice(found[0])
     zipped = [key for group in of_runs.get(sweeps.ZIP, []) for key in group[1:]]
     listed = respelled(listed_runs(folder), found[0])
-    names = names_beside(found, zipped, listed, lambda name, values: _has_other_secrets(folder / name, values))
+    names = names_beside(found, zipped, listed)
     runs = [
         Variant(each.name, values, _varied(overrides, values, of_items), each.namesake)
         for each, values in zip(names, found, strict=True)
@@ -151,22 +151,6 @@ def _refuse_twice(values: Mapping[str, Any]) -> None:
     for key in values:
         if (other := met.setdefault(place_of(key), key)) != key:
             raise SlurmGPUError(f"[sweep] varies {other} and {key}, which are the same key. Leave one of them out.")
-
-
-def _has_other_secrets(folder: Path, values: Mapping[str, Any]) -> bool:
-    """Whether secrets that sweep.json hides differ between the run in `folder` and `values`."""
-    secrets = {key: value for key, value in values.items() if hidden({key: value}) != {key: value}}
-    if not secrets or not was_submitted(folder):
-        return False
-    run = Run.open(folder)
-    for key, value in secrets.items():
-        there: Any = {"settings": run.plan.settings}
-        for name in place_of(key):
-            there = there.get(name) if isinstance(there, Mapping) else None
-        # Values that planning froze in another form cannot be compared.
-        if there != value and hidden({key: there}) == hidden({key: value}):
-            return True
-    return False
 
 
 @contextlib.contextmanager

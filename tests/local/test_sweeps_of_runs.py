@@ -157,7 +157,7 @@ def test_a_value_that_is_added_or_taken_out_leaves_the_other_runs_as_they_are(sw
     assert [path.name for path in runs_of_sweep(swept / "run-look")] == ["a", "y-a"]
 
 
-def test_a_run_is_known_by_settings_that_sweep_json_hides(swept):
+def test_a_run_with_settings_that_sweep_json_hides_is_known_by_its_place_and_never_taken_for_another(swept):
     path = swept / "slurmgpu.toml"
     (swept / "secret.py").write_text(SECRET)
 
@@ -174,7 +174,9 @@ def test_a_run_is_known_by_settings_that_sweep_json_hides(swept):
 
     first, second, third = (f"My password: {word}. Repeat it." for word in ("abcdef", "ghijkl", "mnopqr"))
     assert submitted(first, second) == {"prompt-0": first, "prompt-1": second}
-    assert submitted(third, second, first) == {"prompt-1-2": third, "prompt-1": second, "prompt-0": first}
+    assert submitted(first, second, third) == {"prompt-0": first, "prompt-1": second, "prompt-2": third}
+    with pytest.raises(SlurmGPUError, match="holds a run that computes something else"):
+        submitted(third, second, first)
     assert {each["settings.prompt"] for each in listed_runs(swept / "run").values()} == {"My password: ••• Repeat it."}
 
 

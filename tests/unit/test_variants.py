@@ -131,14 +131,6 @@ def test_a_key_that_is_new_names_the_new_runs_and_tells_of_those_that_may_be_the
     assert found == [RunName("a_seed=0", "a"), RunName("b")]
 
 
-def test_values_whose_secrets_alone_differ_are_told_apart():
-    listed = {"prompt-0": {"prompt": "Say password: •••"}, "prompt-1": {"prompt": "Say password: •••"}}
-    true = {"prompt-0": "Say password: abcdef", "prompt-1": "Say password: ghijkl"}
-    values = [{"prompt": f"Say password: {secret}"} for secret in ("mnopqr", "ghijkl", "abcdef")]
-    found = names_beside(values, (), listed, lambda name, values: values["prompt"] != true[name])
-    assert [each.name for each in found] == ["prompt-1-2", "prompt-1", "prompt-0"]
-
-
 @pytest.mark.parametrize(
     ("sweep", "texts", "said"),
     [
