@@ -62,7 +62,7 @@ FOREIGN = {
     "trackio": {"trackers"},
     "math_verify": {"workloads.symbolic_process"},
     "sympy": {"workloads.symbolic_process"},
-    "h5py": {"shards", "results", "merge.join"},
+    "h5py": {"shards"},
 }
 """Each outside library, and the folders or modules that may import it."""
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
-from slurmgpu.run.directory import Run
-from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.json_values import json_value
 from slurmgpu.util.users import expanded
@@ -22,10 +20,12 @@ if TYPE_CHECKING:
 class Opponent:
     """A complete merged file with its run's fingerprint; `keep` has the item fields that it kept.
 
-    `awaited` is the plan of a run that has not written the file yet.
+    `awaited` is the plan of a run that has not written the file yet, as its run.json has it.
     """
 
-    def __init__(self, path: Path, fingerprint: str, keep: Iterable[str], awaited: Plan | None = None) -> None:
+    def __init__(
+        self, path: Path, fingerprint: str, keep: Iterable[str], awaited: Mapping[str, Any] | None = None
+    ) -> None:
         self.path, self.fingerprint, self.keep, self.awaited = path, fingerprint, tuple(keep), awaited
         self._merged: Merged | None = None
 
@@ -41,8 +41,7 @@ class Opponent:
         path = path / "merged.h5" if path.is_dir() else path
         beside = plan_beside(path)
         if beside and _is_incomplete(path):
-            plan = Run.open(path.parent).plan
-            return cls(path, plan.fingerprint, plan.keep, plan)
+            return cls(path, beside["fingerprint"], beside["keep"], beside)
         opponent = cls(path, "", ())
         with opponent._read(verify=True) as merged:
             opponent.fingerprint = str(merged.attributes["fingerprint"])
@@ -56,7 +55,7 @@ class Opponent:
     def check_input(self, files: Sequence[Path], n_items: int, field: str) -> None:
         """Refuse a run without the compared `field`, or with other items, as far as plans and files show."""
         if self.awaited is not None:
-            columns, n_found = [*self.awaited.columns], self.awaited.n_items
+            columns, n_found = [*self.awaited["columns"]], self.awaited["n_items"]
         else:
             with self._read() as merged:
                 columns, n_found = [*merged.columns], len(merged)
