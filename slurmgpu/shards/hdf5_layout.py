@@ -6,15 +6,13 @@ same datasets, as is usual for the shards of a run, only the numbers in its attr
 tenth of the time. If only texts or ragged arrays have other lengths, a template provides the other datasets and the
 attributes.
 
-libhdf5's core driver keeps a small file, which takes half the time of calls into Python. Its memory includes the bytes
-of all datasets, so a large file is kept by a Python file object, which holds only what libhdf5 writes.
+A Python file object keeps the file, and not libhdf5's core driver, whose memory includes the bytes of all datasets.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -25,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from h5py import h5, h5a, h5d, h5f, h5fd, h5g, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5fd, h5g, h5p, h5s, h5t
 
 from slurmgpu.shards.columns import Column, columns_to_json, stored_columns
 from slurmgpu.shards.numbers import OFFSET_DTYPE
@@ -36,13 +34,7 @@ Kinds = tuple[tuple[str, str | int | type[int]], ...]
 """Attributes by name: texts and the version, and the types of other numbers."""
 
 _LIBVER_HIGH = getattr(h5f, "LIBVER_V114", h5f.LIBVER_LATEST)  # older libhdf5 lacks the constant
-_FILE_NAME = b"/dev/null/slurmgpu-skeleton"
-"""A path that never exists: the core driver looks for a file of that name."""
-_SMALL_BYTES = 1 << 20
-"""The bytes of the user block and all datasets up to which libhdf5 keeps the file itself."""
-_HAS_IMAGES = h5.get_libversion() >= (2, 0)
-"""Before 2.0 the image of a file has a superblock with a wrong checksum (HDFGroup/hdf5 issue 1915)."""
-_INCREMENT_BYTES = 16 << 10
+_FILE_NAME = b"slurmgpu-skeleton"
 _PAGE_BYTES = 4096
 _ALIGNMENT_BYTES = 8  # lets NumPy and Arrow use the bytes in place
 _Key = tuple[tuple[Region, ...], Kinds, int]
@@ -88,39 +80,8 @@ def make_skeleton(regions: Sequence[Region], attributes: Attributes, userblock_s
             raise
 
 
-class _Image:
-    """A small file in libhdf5's memory. To its core driver, two open files of the same name are the same file."""
-
-    def __init__(self, userblock_size: int, content: bytes = b"") -> None:
-        self._userblock_size, self._content = userblock_size, content
-
-    def create(self) -> Any:
-        return h5f.create(_next_name(), h5f.ACC_TRUNC, _file_creation(self._userblock_size), _core_access())
-
-    def open(self) -> Any:
-        access = _image_access()
-        access.set_file_image(self._content)  # copied by libhdf5
-        return h5f.open(_next_name(), h5f.ACC_RDWR, access)
-
-    def take(self, file: Any) -> None:
-        """Take over what was changed in the open file."""
-        h5f.flush(file)
-        image = file.get_file_image()  # without the user block
-        self._content = bytes(self._userblock_size) + image
-
-    def copy(self) -> _Image:
-        return _Image(self._userblock_size, self._content)
-
-    @property
-    def size(self) -> int:
-        return len(self._content)
-
-    def read_range(self, start: int, stop: int) -> bytes:
-        return self._content[start:stop]
-
-
 class _Memory:
-    """A large file: a sparse file object in memory for libhdf5."""
+    """A sparse file object in memory for libhdf5."""
 
     def __init__(self, userblock_size: int) -> None:
         self._userblock_size = userblock_size
@@ -134,12 +95,11 @@ class _Memory:
     def open(self) -> Any:
         return h5f.open(_FILE_NAME, h5f.ACC_RDWR, self._access())
 
-    def take(self, file: Any) -> None:
-        """Take over what was changed in the open file."""
-        h5f.flush(file)
-
     def _access(self) -> Any:
-        access = _access()
+        access = h5p.create(h5p.FILE_ACCESS)
+        access.set_libver_bounds(h5f.LIBVER_V110, _LIBVER_HIGH)
+        access.set_alignment(1, _ALIGNMENT_BYTES)
+        access.set_fclose_degree(h5f.CLOSE_STRONG)  # with its attributes
         access.set_fileobj_driver(h5fd.fileobj_driver, self)
         return access
 
@@ -200,14 +160,11 @@ class _OpenFile:
     """
 
     def __init__(self, regions: tuple[Region, ...], kinds: Kinds, userblock_size: int) -> None:
-        is_small = _HAS_IMAGES and userblock_size + sum(region.n_bytes for region in regions) <= _SMALL_BYTES
-        before, memory = _template(tuple(r for r in regions if not _varies(r)), kinds, userblock_size, is_small)
+        before, memory = _template(tuple(r for r in regions if not _varies(r)), kinds, userblock_size)
         self._memory, self._start = memory.copy(), userblock_size
         self._file = self._memory.open()
-        if isinstance(self._memory, _Memory):
-            # Before Python ends: libhdf5 calls the memory's methods when it closes the file. The file of an image is
-            # closed with its last reference: h5py's `close` looks at every identifier there is, for 40 us.
-            weakref.finalize(self, _close, self._file)
+        # Before Python ends: libhdf5 calls the memory's methods when it closes the file.
+        weakref.finalize(self, _close, self._file)
         placed = {r.path: r for r in (*before, *_create_datasets(self._file, filter(_varies, regions)))}
         self._regions = tuple(placed[region.path] for region in regions)
         names = (name for name, kind in kinds if isinstance(kind, type))
@@ -218,7 +175,7 @@ class _OpenFile:
         for name, value in numbers.items():
             content = np.array(value)
             self._numbers[name].write(content, mtype=_dtype(content.dtype.str))
-        self._memory.take(self._file)
+        h5f.flush(self._file)
         metadata, start = [], self._start
         for region in in_file_order(self._regions):
             metadata.append((start, self._memory.read_range(start, region.offset)))
@@ -249,52 +206,21 @@ def _varies(region: Region) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _template(
-    regions: tuple[Region, ...], kinds: Kinds, userblock_size: int, is_small: bool
-) -> tuple[tuple[Region, ...], _Image | _Memory]:
+def _template(regions: tuple[Region, ...], kinds: Kinds, userblock_size: int) -> tuple[tuple[Region, ...], _Memory]:
     """A closed file with these datasets, and attributes whose numbers are 0: the part that most shards share."""
-    memory = _Image(userblock_size) if is_small else _Memory(userblock_size)
+    memory = _Memory(userblock_size)
     file = memory.create()
     try:
         placed = _create_datasets(file, regions)
         for name, kind in kinds:
             _create_attribute(file, name, kind(0) if isinstance(kind, type) else kind)
-        memory.take(file)
+        h5f.flush(file)
     finally:
         file.close()
     return placed, memory
 
 
-def _access() -> Any:
-    access = h5p.create(h5p.FILE_ACCESS)
-    access.set_libver_bounds(h5f.LIBVER_V110, _LIBVER_HIGH)
-    access.set_alignment(1, _ALIGNMENT_BYTES)
-    access.set_fclose_degree(h5f.CLOSE_STRONG)  # with its attributes
-    return access
-
-
-_numbers = itertools.count()
-
-
-def _next_name() -> bytes:
-    return b"%s-%d" % (_FILE_NAME, next(_numbers))
-
-
 # Descriptions for libhdf5 are made once: they took a third of a shard's skeleton.
-
-
-@functools.cache
-def _core_access() -> Any:
-    access = _access()
-    access.set_fapl_core(_INCREMENT_BYTES, False)
-    access.set_meta_block_size(0)  # no room between datasets for metadata to come
-    return access
-
-
-@functools.cache
-def _image_access() -> Any:
-    """The access properties for an image; set it before each opening, otherwise a new file gets the last image."""
-    return _core_access().copy()
 
 
 @functools.cache
