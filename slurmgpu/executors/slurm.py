@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ from slurmgpu.report.queued import Job
 from slurmgpu.run import private
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import ObservedTask
+from slurmgpu.run.lock import run_lock
 from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
 from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
 from slurmgpu.slurm import accounting, commands, queue
@@ -193,9 +195,16 @@ class Slurm(Executor):
                 commands.run("scontrol", "update", f"JobId={own_job}", "MailType=NONE")
             except commands.SlurmUnavailableError as error:
                 log.warning("Slurm may send its mail before the run's end: %s", error)
-        for job, dependency in queue.dependents(own_job):
-            renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
-            commands.run("scontrol", "update", f"JobId={job}", f"Dependency={renamed}")
+        queued = {job.array_job: job for job in queue.own_jobs()}
+        for job, _ in queue.dependents(own_job):
+            folder = queued[job].run_folder if job in queued else None
+            # scontrol replaces the whole dependency, as the merge of another run may do that the job waits for as well.
+            with run_lock(folder, "postponing", patient=True) if folder else contextlib.nullcontext():
+                dependency = dict(queue.dependents(own_job)).get(job)
+                if dependency is None:
+                    continue  # it was cancelled
+                renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
+                commands.run("scontrol", "update", f"JobId={job}", f"Dependency={renamed}")
             log.info("job %s now waits for %s", job, renamed)
 
     def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:

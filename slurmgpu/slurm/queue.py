@@ -18,6 +18,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, JOB_KEYS, SubmissionLine, ended_jobs, is_slurms
 from slurmgpu.slurm import commands
 from slurmgpu.util.array_ids import array_of, indices_of
+from slurmgpu.util.shared_files import is_file
 from slurmgpu.util.users import name_of
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,15 @@ class QueuedJob:
     @cached_property
     def _script_folder(self) -> Path:
         return Path(self.command).parent  # each job is compared with each run of a sweep
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The run directory that has its script, or that its comment names; None for a job of another program."""
+        if self.comment.startswith(COMMENT):
+            folder = Path(self.comment.removeprefix(COMMENT))
+        else:
+            folder = self._script_folder.parent
+        return folder if is_file(folder / "run.json") else None
 
     @property
     def lacks_arguments(self) -> bool:

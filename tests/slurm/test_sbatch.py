@@ -1,12 +1,15 @@
 """The scripts in sbatch/, submitted by hand on a real Slurm: the same runs, seen and treated like any other."""
 
+import functools
 import json
+import logging
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from slurmgpu.cli.commands import sweep
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks, manual_jobs
 from slurmgpu.executors.manual import lines_to_type
+from slurmgpu.executors.slurm import Slurm
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, queue
@@ -289,6 +293,45 @@ def test_a_run_can_wait_for_one_that_was_submitted_by_hand(project, slurmgpu, sb
     assert last["after"] == [merge, line["merge_job"]]
     assert {merge, line["merge_job"]} <= set(re.findall(r"\d+", dict(queue.dependents(merge))[last["array_job"]]))
     commands.cancel(array, merge, *(each[job] for each in (line, last) for job in ("array_job", "merge_job")))
+
+
+@pytest.mark.slurm
+def test_two_merges_that_resubmit_at_once_both_postpone_the_run_that_waits_for_them(
+    project, slurmgpu, sbatch, monkeypatch, caplog
+):
+    folder = project(16, resources={"gpus": 1, "device": "cpu"})
+    held = functools.partial(sbatch, folder, "--hold")
+    jobs, afters = [], []
+    for name in ("run", "second"):
+        slurmgpu("plan", "--run-dir", name, cwd=folder, expect=0)
+        array = held(SCRIPTS / "array.sbatch", name)
+        merge = sbatch(folder, f"--dependency=afterany:{array}", SCRIPTS / "merge.sbatch", name)
+        jobs += [array, merge]
+        afters += [(merge, held("--wrap", "true"))]
+    slurmgpu("submit", "--after", "run", "--after", "second", "--run-dir", "third", cwd=folder, expect=0)
+    [line] = Run.open(folder / "third").submissions()
+    array = line["array_job"]
+    assert {merge for merge, _ in afters} == set(re.findall(r"\d+", dict(queue.dependents(afters[0][0]))[array]))
+
+    def postpone(merge, later):
+        monkeypatch.setenv("SLURM_JOB_ID", merge)
+        Slurm().hand_over({"merge": {}}, {"merge_job": later})
+
+    other, asked = threading.Thread(target=postpone, args=afters[1]), commands.run
+
+    def ask(*command):
+        if "update" in command and threading.current_thread() is not other and not other.ident:
+            other.start()  # it comes between the question and the change
+            wait_until(lambda: not other.is_alive() or "waiting for process" in caplog.text, "the other merge")
+        return asked(*command)
+
+    monkeypatch.setattr(commands, "run", ask)
+    caplog.set_level(logging.INFO)
+    postpone(*afters[0])
+    other.join()
+    [(_, dependency)] = [found for found in queue.dependents(afters[0][1]) if found[0] == array]
+    assert set(re.findall(r"\d+", dependency)) == {later for _, later in afters}
+    commands.cancel(*jobs, array, line["merge_job"], *(later for _, later in afters))
 
 
 @pytest.mark.slurm
