@@ -202,6 +202,10 @@ class Executor(ABC):
             f"Submit again once it is complete."
         )
 
+    def wait_for(self, run: Run, others: Sequence[Run]) -> None:
+        """Called once a run is queued that waits for `others`, in which a merge may have resubmitted meanwhile."""
+        return
+
     def hand_over(self, line: SubmissionLine, jobs: Mapping[str, str]) -> None:
         """Called in the merge job of a submission that has resubmitted its run as `jobs`."""
         return

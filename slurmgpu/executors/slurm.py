@@ -16,6 +16,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_adjustments
 from slurmgpu.executors.interface import Executor, Lines, Preview, Sight, Started
 from slurmgpu.report.attempts import Lives
+from slurmgpu.report.build import is_complete
 from slurmgpu.report.queued import Job
 from slurmgpu.run import private
 from slurmgpu.run.directory import Run
@@ -187,6 +188,18 @@ class Slurm(Executor):
             )
         return (max((job.array_job for job in jobs), key=int),)
 
+    def wait_for(self, run: Run, others: Sequence[Run]) -> None:
+        """The array waits for the merge jobs of now: one that has ended since did not find it in the queue."""
+        line = run.last_submission()
+        try:
+            with run_lock(run.folder, "postponing", patient=True):
+                missing = [other for other in others if not is_complete(other)]
+                jobs = dict.fromkeys(job for other in missing for job in self.jobs_completing(other))
+                if jobs.keys() - set(line["after"]):
+                    _set_dependency(line["array_job"], ",".join(f"afterok:{job}" for job in jobs))
+        except commands.SlurmUnavailableError as error:
+            log.warning("if a run that this one waits for was resubmitted just now, Slurm cancels this one: %s", error)
+
     def hand_over(self, line: SubmissionLine, jobs: Mapping[str, str]) -> None:
         """Jobs that wait for this merge job wait for the next one, which sends the mail as well."""
         own_job = os.environ["SLURM_JOB_ID"]
@@ -204,14 +217,18 @@ class Slurm(Executor):
                 if dependency is None:
                     continue  # it was cancelled
                 renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
-                commands.run("scontrol", "update", f"JobId={job}", f"Dependency={renamed}")
-            log.info("job %s now waits for %s", job, renamed)
+                _set_dependency(job, renamed)
 
     def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:
         """The command, run by srun."""
         from slurmgpu.executors import slurm_jobs
 
         return slurm_jobs.check_command(config, command)
+
+
+def _set_dependency(job: str, dependency: str) -> None:
+    commands.run("scontrol", "update", f"JobId={job}", f"Dependency={dependency}")
+    log.info("job %s now waits for %s", job, dependency)
 
 
 def refuse_other_cluster() -> None:

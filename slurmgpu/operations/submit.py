@@ -88,7 +88,8 @@ def submit_draft(
     `inject` are faults on demand. `tell` gets the notes before anything starts; without it the outcome has them.
     """
     submission = submission_of(draft, after, inject)
-    executor_named(submission.executor).check(submission, draft.plan.container)
+    executor = executor_named(submission.executor)
+    executor.check(submission, draft.plan.container)
     with _room_for(draft):
         run = create_run(draft.run_dir, draft.plan, draft.items.files)
         made = status_of(run.folder / "run.json")
@@ -97,7 +98,10 @@ def submit_draft(
             notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
             if background is not None:
                 return Submitted(run, background.start(run, submission, notes))
-            return Submitted(run, start(run, lambda _: (submission, notes), lambda: on_tick(run), tell=tell))
+            outcome = start(run, lambda _: (submission, notes), lambda: on_tick(run), tell=tell)
+            if submission.after:
+                executor.wait_for(run, after)
+            return Submitted(run, outcome)
         except BaseException:
             there = status_of(run.folder / "run.json")
             if made is not None and there is not None and os.path.samestat(made, there):  # not another process's

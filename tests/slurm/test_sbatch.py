@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu import submit
 from slurmgpu.cli.commands import sweep
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks, manual_jobs
@@ -332,6 +333,28 @@ def test_two_merges_that_resubmit_at_once_both_postpone_the_run_that_waits_for_t
     [(_, dependency)] = [found for found in queue.dependents(afters[0][1]) if found[0] == array]
     assert set(re.findall(r"\d+", dependency)) == {later for _, later in afters}
     commands.cancel(*jobs, array, line["merge_job"], *(later for _, later in afters))
+
+
+@pytest.mark.slurm
+def test_a_run_that_is_queued_while_the_one_before_is_resubmitted_waits_for_the_next_merge(
+    project, slurmgpu, sbatch, monkeypatch
+):
+    folder = project(16, resources={"gpus": 1, "device": "cpu"})
+    slurmgpu("plan", cwd=folder, expect=0)
+    array = sbatch(folder, "--hold", SCRIPTS / "array.sbatch", "run")
+    merges, place = [merge_behind(sbatch, folder, array)], Slurm.place
+
+    def resubmitted(self, run, submission):
+        merges.append(merge_behind(sbatch, folder, array))
+        assert queue.dependents(merges[0]) == []  # so the merge that has resubmitted ends
+        return place(self, run, submission)
+
+    monkeypatch.setattr(Slurm, "place", resubmitted)
+    submit(folder / "slurmgpu.toml", after=folder / "run", run_dir=folder / "second")
+    [line] = Run.open(folder / "second").submissions()
+    assert line["after"] == merges[:1]
+    assert queue.dependents(merges[1]) == [(line["array_job"], f"afterok:{merges[1]}")]
+    commands.cancel(array, *merges, line["array_job"], line["merge_job"])
 
 
 @pytest.mark.slurm
