@@ -2,8 +2,8 @@
 
 `find` expands the paths of a run file, `passed_over` says which files its globs leave out, `list_files` lists files
 that are items themselves, `scan` reads the files once at planning, `Reader` reads items later, `open_items` reads those
-of a run by their indices, `repack_table` writes a table from memory to files with random access, and `promise`
-describes the output of a run that has not finished.
+of a run by their indices, `repack_table` writes a table from memory to files with random access, `promise`
+describes the output of a run that has not finished, and `concatenate` makes one input of several.
 docs/reference/inputs.md has the formats.
 
 May import: results, run, shards, util.
@@ -15,7 +15,7 @@ from slurmgpu.inputs.file_items import list_files
 from slurmgpu.inputs.paths import fetch, find, is_of_hub, passed_over
 from slurmgpu.inputs.reader import Reader, open_items
 from slurmgpu.inputs.repack import FOLDER, repack_table
-from slurmgpu.inputs.scanner import promise, scan
+from slurmgpu.inputs.scanner import concatenate, promise, scan
 from slurmgpu.inputs.spec import InputFile, InputSpec
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "InputFile",
     "InputSpec",
     "Reader",
+    "concatenate",
     "fetch",
     "find",
     "is_of_hub",

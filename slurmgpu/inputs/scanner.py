@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -72,12 +73,21 @@ def scan(
     return spec
 
 
-def promise(
-    path: Path, index: Path, *, n_items: int, columns: Sequence[str], fingerprint: str, stride: int
-) -> InputSpec:
+def promise(path: Path, *, n_items: int, columns: Sequence[str], fingerprint: str, stride: int) -> InputSpec:
     """The spec of the merged file that the run of a plan will leave at `path`; a Reader refuses any other file."""
     file = InputFile(str(path), PROMISED, PROMISED, fingerprint, n_items)
-    return publish(InputSpec(Merged.name, (file,), n_items, stride, tuple(columns)), index)
+    return InputSpec(Merged.name, (file,), n_items, stride, tuple(columns))
+
+
+def concatenate(specs: Sequence[InputSpec], index: Path) -> InputSpec:
+    """The spec of the files of several inputs, some of which are promised; SlurmGPUError unless all are alike."""
+    paths = [path for spec in specs for path in spec.readable]
+    format_of(paths)
+    if twice := [path for path, n in Counter(paths).items() if n > 1]:
+        raise SlurmGPUError(f"The input names {twice[0]} twice. Leave one of them out.")
+    _refuse_mixed([Preview(str(spec.readable[0]), 0, 0, columns=spec.columns) for spec in specs])
+    files = tuple(file for spec in specs for file in spec.files)
+    return publish(replace(specs[0], files=files, n_items=sum(spec.n_items for spec in specs)), index)
 
 
 def _scan_file(

@@ -120,9 +120,9 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
             f"--probe {n_items}: the run has only {count_of(plan.n_items, 'item')}, and would recompute the probe's "
             f"items. {fewer if n_batches else 'Submit'} without --probe."
         )
-    if any(file.size_bytes == PROMISED for file in spec.files):
+    if promised := [file.path for file in spec.files if file.size_bytes == PROMISED]:
         raise SlurmGPUError(
-            f"{spec.files[0].path} does not exist yet, so none of its items can be probed. "
+            f"{promised[0]} does not exist yet, so none of its items can be probed. "
             f"Wait for the run that makes it, or submit without --probe."
         )
     return draft_part(draft, spread(plan.n_items, plan.batch_size, n_items))

@@ -251,14 +251,24 @@ def _listed(asked: ItemRequest, named: str | list[str]) -> Items | None:
 
 
 def _promised(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec | None:
-    """The merged file of a run before, if the run file names it as input and that run is not complete yet."""
-    if not isinstance(named, str):
+    """The input, if the run file names merged files of runs before that are not complete yet; else None."""
+    names = [named] if isinstance(named, str) else named
+    before = {name: run for name in names if (run := _incomplete(asked, name)) is not None}
+    if not before:
         return None
-    path = (asked.path.parent / expanded(named)).resolve()
+    specs = [_promise(asked, before[name]) if name in before else _scan(asked, [name]) for name in names]
+    return inputs.concatenate(specs, asked.index)
+
+
+def _incomplete(asked: ItemRequest, name: str) -> Run | None:
+    path = (asked.path.parent / expanded(name)).resolve()
     before = next((run for run in asked.after if run.merged.resolve() == path), None)
-    if before is None or is_complete(before):
-        return None
+    return None if before is None or is_complete(before) else before
+
+
+def _promise(asked: ItemRequest, before: Run) -> inputs.InputSpec:
     plan, columns = before.plan, ("index", *before.plan.columns)
+    path = before.merged.resolve()
     return inputs.promise(
-        path, asked.index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=asked.stride
+        path, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=asked.stride
     )

@@ -2,18 +2,21 @@
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.resubmission import fewer_tasks, first_submission
+from slurmgpu.inputs import Reader
 from slurmgpu.plan.allocation import Allocation, allocate
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import Resources, read_toml
 from slurmgpu.plan.shard_size import default_shard_items, shard_size
 from slurmgpu.plan.site_file import GivenRunFile
 from slurmgpu.plan.written_keys import edited_notes
+from slurmgpu.run.directory import Run
 from slurmgpu.util import packages
 
 
@@ -444,6 +447,52 @@ def test_paths_in_settings_are_relative_to_the_run_file(project, slurmgpu, tmp_p
         argv = ("--executor", executor, "--gpus", "0", "--set", "path=word.txt", "--run-dir", f"run{number}")
         slurmgpu("submit", folder / "slurmgpu.toml", *argv, cwd=tmp_path, expect=0)
         assert (tmp_path / f"run{number}" / "merged.h5").exists()
+
+
+def test_merged_files_of_several_runs_are_one_input_before_they_exist(project, slurmgpu):
+    folder = project(12)
+    text = (folder / "slurmgpu.toml").read_text()
+    for number, name in enumerate(("merged", "first", "second")):
+        (folder / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(4 + number)))
+        (folder / "one.toml").write_text(text.replace("items.jsonl", f"{name}.jsonl"))
+        slurmgpu("plan", "one.toml", "--run-dir", name, cwd=folder, expect=0)
+
+    def merge(name):
+        slurmgpu("resubmit", name, "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+
+    merge("merged")
+    after = [Run.open(folder / name) for name in ("first", "second", "merged")]
+
+    def draft(*names):
+        return draft_run(folder / "slurmgpu.toml", {"input": [f"{name}/merged.h5" for name in names]}, after=after)
+
+    with draft("second", "merged", "first") as planned:
+        spec, index = planned.items.spec, folder / "index"
+        shutil.copyfile(planned.items.files[0], index)
+    assert [file.n_items for file in spec.files] == [6, 4, 5]
+    merge("first")
+    merge("second")
+    with Reader(spec, index) as reader:
+        names = [item["shout"] for item in reader.read(4, 12)]
+    assert names == ["SECOND 4", "SECOND 5", *(f"MERGED {i}" for i in range(4)), "FIRST 0", "FIRST 1"]
+
+
+@pytest.mark.parametrize(
+    ("also", "said"),
+    [
+        ("second/merged.h5", "names {}/second/merged.h5 twice. Leave one of them out."),
+        ("items.jsonl", "mixes formats, h5 ({0}/second/merged.h5) and jsonl ({0}/items.jsonl); expected one format."),
+        ("other/merged.h5", "{}/other/merged.h5 does not exist. Relative paths are relative to {}."),
+    ],
+)
+def test_what_cannot_follow_a_merged_file_that_does_not_exist_yet_is_refused(also, said, project, slurmgpu):
+    folder = project(4)
+    slurmgpu("plan", "--run-dir", "second", cwd=folder, expect=0)
+    with (
+        pytest.raises(SlurmGPUError, match=re.escape(said.format(folder, folder))),
+        draft_run(folder / "slurmgpu.toml", {"input": ["second/merged.h5", also]}, after=[Run.open(folder / "second")]),
+    ):
+        pass
 
 
 def test_run_json_freezes_where_everything_came_from(project, slurmgpu):
