@@ -154,11 +154,31 @@ def test_a_method_that_the_loop_cannot_call_is_refused_at_planning(tmp_path, bod
         if written is None:
             assert read(name).optional == (["flops"] if ": int" in body else ["tokens", "flops"])
             continue
-        if "@staticmethod" in body and read is not readers[0]:
-            continue  # which is found when it is called
         with pytest.raises(SlurmGPUError, match=r"C: the class has the method ") as caught:
             read(name)
         assert written in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    loss = None\n    def __init__(self, kind='ce'):\n        self.loss = {'ce': self.ce}[kind]\n",
+        "    def __init__(self):\n        self.loss, self.seen = self.ce, 0\n",
+        "    def loss(self): ...\n    def __init__(self):\n        self.loss: object = self.ce\n",
+        "    a: int = 1\n    def __post_init__(self):\n        self.loss = self.ce\n",
+    ],
+)
+def test_a_method_may_be_set_when_the_class_is_made(tmp_path, body):
+    head = "from dataclasses import dataclass\n" + "@dataclass\n" * ("__post_init__" in body)
+    rest = "    def model(self): ...\n    def data(self, split): ...\n    def ce(self, model, batch): ..."
+    full_name = source_of(tmp_path, f"{head}class C:\n{body}{rest}\nclass D(C): ...")
+    for name in (full_name, full_name.replace(":C", ":D")):
+        for found in (training_class.read_class(name), training_class.class_of(training_class.load_class(name))):
+            assert "loss" in found.methods
+    with pytest.raises(SlurmGPUError, match="no method 'loss'"):
+        training_class.read_class(
+            source_of(tmp_path, "class C:\n    def __init__(self):\n        self.loss = None\n" + rest)
+        )
 
 
 @pytest.mark.parametrize("class_line", ["@fitted\nclass C:", "class C(Base, Mine):"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import copy
+import dis
 import importlib
 import importlib.machinery
 import inspect
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.loader.members import takes
 from slurmgpu.loader.modules import import_file
 from slurmgpu.training.user_methods import CALLED_WITH, NEEDED, as_called
 from slurmgpu.util.users import expanded
@@ -23,6 +24,7 @@ from slurmgpu.workloads.user_code import located
 EXPECTED = "expected model(), data(split) and loss(model, batch), as docs/how-to/train-a-model.md has them"
 TYPES = ("int", "float", "bool", "str")
 PLAIN = (int, float, str, type(None))
+BEGIN = ("__init__", "__post_init__")
 OPTIONAL = re.compile(r"(\w+) \| None|None \| (\w+)|(?:typing\.)?Optional\[(\w+)\]")
 
 
@@ -100,6 +102,7 @@ def read_class(full_name: str) -> TrainingClass | None:
         return None
     try:
         tree = ast.parse(path.read_bytes(), str(path))
+        compile(tree, str(path), "exec")  # it also refuses two arguments of one name
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise SlurmGPUError(f"{path}{line}: expected Python; {error}. Correct it there.") from error
@@ -128,23 +131,46 @@ def load_class(full_name: str) -> type[Any]:
 def class_of(cls: type[Any]) -> TrainingClass:
     """The description of an imported class."""
     found = {name: value for base in reversed(cls.__mro__[:-1]) for name, value in vars(base).items()}
-    methods = frozenset(name for name, value in found.items() if not isinstance(value, PLAIN))
-    misfits = {
-        name: f"{name}{inspect.signature(found[name])}"
-        for name, given in CALLED_WITH.items()
-        if inspect.isfunction(method := found.get(name))
-        and not hasattr(method, "__wrapped__")
-        and not takes(method, 1 + len(given))
-    }
+    later = {name for base in cls.__mro__[:-1] for method in BEGIN for name in _stored_by(vars(base).get(method))}
+    methods = frozenset(name for name, value in found.items() if not isinstance(value, PLAIN)) | later
+    misfits = {}
+    for name in CALLED_WITH.keys() & found.keys() - later:
+        is_static = isinstance(found[name], staticmethod)
+        method = found[name].__func__ if isinstance(found[name], staticmethod | classmethod) else found[name]
+        is_plain = inspect.isfunction(method) and not hasattr(method, "__wrapped__")
+        if is_plain and not _fits(name, written := inspect.signature(method), is_static):
+            misfits[name] = f"{name}{written}"
+    arguments, takes_any = _arguments(inspect.signature(cls))
+    return TrainingClass(cls.__name__, methods, arguments, takes_any, misfits=misfits).check()
+
+
+def _stored_by(method: Any) -> set[str]:
+    """The attributes that a method sets, of whatever object."""
+    if not inspect.isfunction(method):
+        return set()
+    return {str(each.argval) for each in dis.get_instructions(method) if each.opname == "STORE_ATTR"}
+
+
+def _fits(name: str, signature: inspect.Signature, is_static: bool) -> bool:
+    """Whether a method takes what the training loop gives it."""
+    try:
+        signature.bind(*[None] * (len(CALLED_WITH[name]) + (not is_static)))
+    except TypeError:
+        return False
+    return True
+
+
+def _arguments(signature: inspect.Signature) -> tuple[dict[str, Argument], bool]:
+    """The arguments that a class takes by name, and whether it takes any other."""
     arguments, takes_any = {}, False
-    for parameter in inspect.signature(cls).parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any = True
         elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             hint, is_required = parameter.annotation, parameter.default is parameter.empty
             word = "" if hint is parameter.empty else hint if isinstance(hint, str) else inspect.formatannotation(hint)
             arguments[parameter.name] = _argument(word, None if is_required else parameter.default, is_required)
-    return TrainingClass(cls.__name__, methods, arguments, takes_any, misfits=misfits).check()
+    return arguments, takes_any
 
 
 def _argument(annotation: str, default: Any, is_required: bool) -> Argument:
@@ -170,13 +196,16 @@ def _describe(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Traini
             )
         elif name != "object":
             found = replace(found, is_whole=False, takes_any=True, misfits={})  # it may have others in their place
-    own, plain = _names_bound(node), _plain_values(node)
-    misfits = {name: misfit for name, misfit in found.misfits.items() if name not in own}
-    found = replace(found, methods=(found.methods | own) - plain, misfits={**misfits, **_misfits(node)})
+    own, plain, later = _names_bound(node), _plain_values(node), _set_later(node)
+    misfits = {**{name: misfit for name, misfit in found.misfits.items() if name not in own}, **_misfits(node)}
+    misfits = {name: misfit for name, misfit in misfits.items() if name not in later}
+    found = replace(found, methods=((found.methods | own) - plain) | later, misfits=misfits)
     decorators = {ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list}
     init = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
     if init is not None:
-        found = replace(found, arguments=_of_init(init), takes_any=init.args.kwarg is not None)
+        written = list(_signature(init.args).parameters.values())
+        arguments, takes_any = _arguments(inspect.Signature(written[1:]))
+        found = replace(found, arguments=arguments, takes_any=takes_any)
     elif "dataclass" in decorators:
         found = replace(found, arguments={**found.arguments, **_of_dataclass(node)})
     return replace(found, is_whole=False, takes_any=True, misfits={}) if decorators - {"dataclass"} else found
@@ -198,6 +227,22 @@ def _plain_values(node: ast.ClassDef) -> set[str]:
     return found
 
 
+def _set_later(node: ast.ClassDef) -> set[str]:
+    """The attributes of `self` that a class's body sets to more than a constant when an object is made."""
+    found = set()
+    for method in node.body:
+        if not isinstance(method, ast.FunctionDef) or method.name not in BEGIN or not method.args.args:
+            continue
+        for each in ast.walk(method):
+            if not isinstance(each, ast.Assign | ast.AnnAssign) or isinstance(each.value, ast.Constant | None):
+                continue
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            parts = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Attribute))
+            own = method.args.args[0].arg
+            found |= {part.attr for part in parts if isinstance(part.value, ast.Name) and part.value.id == own}
+    return found
+
+
 def _misfits(node: ast.ClassDef) -> dict[str, str]:
     """The methods in a class's body that do not take what the training loop gives them, as they are written."""
     found = {}
@@ -207,20 +252,24 @@ def _misfits(node: ast.ClassDef) -> dict[str, str]:
         decorators = [ast.unparse(decorator) for decorator in each.decorator_list]
         if decorators not in ([], ["staticmethod"], ["classmethod"]):
             continue  # what it takes is unknown
-        args, n_given = each.args, len(CALLED_WITH[name]) + (decorators != ["staticmethod"])
-        most = len(args.posonlyargs) + len(args.args)
-        is_many = n_given > most and args.vararg is None
-        if is_many or n_given < most - len(args.defaults) or None in args.kw_defaults:
-            found[name] = f"{name}({ast.unparse(args)})"
+        if not _fits(name, _signature(each.args), decorators == ["staticmethod"]):
+            found[name] = f"{name}({ast.unparse(each.args)})"
     return found
 
 
-def _of_init(init: ast.FunctionDef) -> dict[str, Argument]:
-    args = init.args
-    positional = [*args.posonlyargs, *args.args][1:]
-    defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
-    pairs = [*zip(positional, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    return {arg.arg: _parsed(arg.annotation, default) for arg, default in pairs}
+def _signature(args: ast.arguments) -> inspect.Signature:
+    """The signature of a function in a source: annotations are text, and defaults constants or `...`."""
+    tree = ast.parse("def f(): ...")
+    [function] = tree.body
+    assert isinstance(function, ast.FunctionDef)
+    function.args = copy.copy(args)
+    function.args.defaults = [each if isinstance(each, ast.Constant) else ast.Constant(...) for each in args.defaults]
+    function.args.kw_defaults = [
+        each if isinstance(each, ast.Constant | None) else ast.Constant(...) for each in args.kw_defaults
+    ]
+    made: dict[str, Any] = {}
+    exec(compile(ast.fix_missing_locations(tree), "signature", "exec", annotations.compiler_flag), made)
+    return inspect.signature(made["f"])
 
 
 def _of_dataclass(node: ast.ClassDef) -> dict[str, Argument]:
