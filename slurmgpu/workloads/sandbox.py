@@ -63,7 +63,11 @@ path, word = {PROGRAM!r}, asked.pop("word")
 spec = importlib.util.spec_from_file_location("program", path)
 program = sys.modules["program"] = importlib.util.module_from_spec(spec)
 sys.path.append(os.path.dirname(path))
+ways = ("multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver")
+sys.modules.update(dict.fromkeys(ways))
 exec(compile(asked["program"], path, "exec"), vars(program))
+for way in ways:
+    sys.modules.pop(way, None)
 exec(compile(asked["tests"], "tests.py", "exec"), vars(program))
 os.write(told, word.encode())
 """
@@ -72,6 +76,9 @@ os.write(told, word.encode())
 The program is the module `program`: dataclasses with annotations as text, pickle and `typing.get_type_hints` look up
 the module of a class by its name. It is executed here rather than imported: a thread of the program that looks up the
 module would wait for the end of the import.
+
+At its top level it can start no process by `spawn` or `forkserver`: that would import the program, start one in turn,
+and so on until the time is over. Python refuses it in a main module.
 """
 
 

@@ -86,6 +86,15 @@ def test_a_program_is_a_module_that_its_classes_and_functions_are_found_in(box, 
     assert box.passes(IMPORTS + program, tests)
 
 
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+@pytest.mark.parametrize("pool", ["{}.Pool(1)", "concurrent.futures.ProcessPoolExecutor(1, {})"])
+def test_a_program_that_starts_a_process_at_its_top_level_that_imports_it_fails_at_once(box, monkeypatch, way, pool):
+    monkeypatch.setattr(sandbox, "WALL_S", 10)
+    made = pool.format(f"multiprocessing.get_context('{way}')")
+    program = f"{IMPORTS}{POOL}import concurrent.futures\nwith {made} as pool:\n    all = [*pool.map(double, [3])]"
+    assert sandbox._run(program, "") == "exit code 1"  # not that of the SIGKILL at the end of the time
+
+
 def test_a_python_that_was_built_for_an_old_system_runs_programs(box, monkeypatch):
     """Those of conda and uv have no memfd_create (glibc 2.27)."""
     monkeypatch.delattr("os.memfd_create", raising=False)
