@@ -31,7 +31,7 @@ app = App(
         "  slurmgpu run --each a.csv --col n:int64 -- ./count {text}\n"
         "                                            a program, for each item\n"
         "  slurmgpu status --watch runs/judge        its progress, live\n"
-        "  slurmgpu logs runs/judge --item 4711      what became of an item\n"
+        "  slurmgpu logs runs/judge --item 4711      what happened to an item\n"
         "  slurmgpu resubmit runs/judge              compute what is missing\n"
         "  slurmgpu export runs/judge -o rows.csv    the results\n\n"
         "A function of Python needs no run file: slurmgpu.map(function, items)."

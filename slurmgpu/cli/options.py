@@ -23,7 +23,10 @@ Command = TypeVar("Command", bound=Callable[..., None])
 RunFileArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="RUNFILE", help="The run file.", show_default=False, autocompletion=completion.complete_run_file
+        metavar="RUNFILE",
+        help="The run file (slurmgpu.toml).",
+        show_default=False,
+        autocompletion=completion.complete_run_file,
     ),
 ]
 RunArgument = Annotated[
@@ -122,7 +125,7 @@ PLACES: dict[str, Any] = {
             autocompletion=completion.words("one", "per-gpu"),
         ),
     ],
-    "tasks": Annotated[int | None, typer.Option("--tasks", help="Tasks to queue, if more than run at once.")],
+    "tasks": Annotated[int | None, typer.Option("--tasks", help="Tasks to queue, if not as many as run at once.")],
     "executor": Annotated[
         str | None, typer.Option("--executor", help=_executors(), autocompletion=completion.complete_executor)
     ],
@@ -153,7 +156,7 @@ SUBMITTING: dict[str, Any] = {
             autocompletion=completion.complete_run,
         ),
     ],
-    "run_dir": Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")],
+    "run_dir": Annotated[Path | None, typer.Option("--run-dir", help="The run directory to create.")],
     "after": Annotated[
         list[Path] | None,
         typer.Option(

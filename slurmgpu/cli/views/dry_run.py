@@ -22,6 +22,8 @@ from slurmgpu.operations.submit import check_place, submission_of
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.run.directory import Run
+from slurmgpu.shards.column_types import type_of_column
+from slurmgpu.shards.columns import columns_from_json
 from slurmgpu.util.amounts import count_of, size_of, time_words
 from slurmgpu.util.redact import HIDDEN, hidden, hide_in
 
@@ -129,14 +131,17 @@ def _show_plan(shown: Shown) -> None:
     """Print the plan and the submission without secrets, and the notes on them."""
     seen, plan, submission = shown.seen, shown.value["plan"], shown.value["submission"]
     table = Table.grid(padding=(0, 2))
-    table.add_row("run", escape(f"{shown.draft.run_dir} (not made)"))
+    table.add_row("run", escape(f"{shown.draft.run_dir} (not created)"))
     for number, line in enumerate(_items_of(shown.draft)):
         table.add_row("" if number else "input", escape(hide_in(line)))
     # Digests of files are long; `--json` shows them.
     settings = hidden({name: value for name, value in plan["settings"].items() if name not in DIGESTS})
-    table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings, ensure_ascii=False)}"))
-    columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
-    table.add_row("columns", escape(columns))
+    table.add_row("workload", escape(plan["workload"]))
+    if settings:
+        table.add_row("settings", escape(json.dumps(settings, ensure_ascii=False)))
+    columns = columns_from_json(plan["columns"])
+    types = (f"{name} {type_of_column(column) or column.kind}" for name, column in columns.items())
+    table.add_row("columns", escape(", ".join(types)))
     of_items = count_of(plan["shard_items"], "item")
     parts = f", each in {plan['parts']} parts" if plan["parts"] > 1 else ""
     table.add_row("shards", f"{shown.draft.plan.n_shards:,} of {of_items}, in batches of {plan['batch_size']}{parts}")
@@ -177,15 +182,10 @@ def show_scripts(scripts: Mapping[str, str]) -> None:
 
 def _tasks(submission: Mapping[str, Any]) -> str:
     n, per_task = submission["n_tasks"], submission["gpus_per_task"]
-    what = count_of(per_task, "GPU") if per_task else "CPUs only"
-    what += f" on {submission['nodes_per_task']} nodes" if submission["nodes_per_task"] > 1 else ""
+    share = f"of {count_of(per_task, 'GPU')}" if per_task else "on CPUs"
+    share += f", on {submission['nodes_per_task']} nodes" if submission["nodes_per_task"] > 1 else ""
     at_once = "" if submission["n_concurrent"] == n else f", {submission['n_concurrent']} at once"
-    return f"{n} of {what}{at_once}, executor {submission['executor']}, device {submission['device']}"
-
-
-def _kind(column: Mapping[str, Any]) -> str:
-    shape = f"{column['shape']}" if column.get("shape") else ""
-    return f"{column['kind']} {column.get('dtype', '')}{shape}".strip()
+    return f"{n} {share}{at_once}, executor {submission['executor']}, device {submission['device']}"
 
 
 def _of_cluster(seen: Preview) -> dict[str, Any]:
