@@ -1,10 +1,8 @@
 """Skeletons: HDF5 files whose datasets have a place but no data yet.
 
 libhdf5 writes the skeleton to memory and never to a file system. So a full disk raises an OSError here, instead of
-leaving a file that libhdf5 can neither flush nor close. The file stays open in memory: if the next skeleton has the
-same datasets, as is usual for the shards of a run, only the numbers in its attributes are rewritten, which takes a
-tenth of the time. If only texts or ragged arrays have other lengths, a template provides the other datasets and the
-attributes.
+leaving a file that libhdf5 can neither flush nor close. The shards of a run differ in the lengths of texts and ragged
+arrays, and in the numbers in their attributes: a template has the rest, which takes half of the time.
 
 A Python file object keeps the file, and not libhdf5's core driver, whose memory includes the bytes of all datasets.
 """
@@ -17,7 +15,6 @@ import json
 import math
 import os
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +34,6 @@ _LIBVER_HIGH = getattr(h5f, "LIBVER_V114", h5f.LIBVER_LATEST)  # older libhdf5 l
 _FILE_NAME = b"slurmgpu-skeleton"
 _PAGE_BYTES = 4096
 _ALIGNMENT_BYTES = 8  # lets NumPy and Arrow use the bytes in place
-_Key = tuple[tuple[Region, ...], Kinds, int]
 
 
 class Skeleton(NamedTuple):
@@ -73,9 +69,8 @@ def make_skeleton(regions: Sequence[Region], attributes: Attributes, userblock_s
     kinds: Kinds = tuple((name, types.get(name, value)) for name, value in attributes.items())
     with _lock:
         try:
-            return _opened((tuple(regions), kinds, userblock_size)).skeleton(numbers)
-        except BaseException:  # libhdf5 cannot continue with a file whose writing failed or was interrupted
-            _last.clear()
+            return _skeleton(regions, kinds, userblock_size, numbers)
+        except BaseException:  # the template may be cut short
             _template.cache_clear()
             raise
 
@@ -153,51 +148,38 @@ def _region(path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Region:
     return Region(path, dtype.str, shape, 0, math.prod(shape) * dtype.itemsize, 0)
 
 
-class _OpenFile:
-    """A file in memory that libhdf5 keeps open; `kinds` are its attributes, with the types of numbers.
-
-    h5py's low-level interface takes half the time of the other.
-    """
-
-    def __init__(self, regions: tuple[Region, ...], kinds: Kinds, userblock_size: int) -> None:
-        before, memory = _template(tuple(r for r in regions if not _varies(r)), kinds, userblock_size)
-        self._memory, self._start = memory.copy(), userblock_size
-        self._file = self._memory.open()
-        # Before Python ends: libhdf5 calls the memory's methods when it closes the file.
-        weakref.finalize(self, _close, self._file)
-        placed = {r.path: r for r in (*before, *_create_datasets(self._file, filter(_varies, regions)))}
-        self._regions = tuple(placed[region.path] for region in regions)
-        names = (name for name, kind in kinds if isinstance(kind, type))
-        self._numbers = {name: h5a.open(self._file, name.encode()) for name in names}
-
-    def skeleton(self, numbers: Mapping[str, int | bool]) -> Skeleton:
-        """The skeleton with these numbers as the values of attributes."""
+def _skeleton(
+    regions: Sequence[Region], kinds: Kinds, userblock_size: int, numbers: Mapping[str, int | bool]
+) -> Skeleton:
+    """The skeleton with these numbers as the values of attributes."""
+    before, template = _template(tuple(r for r in regions if not _varies(r)), kinds, userblock_size)
+    memory = template.copy()
+    with _closing(memory.open()) as file:
+        placed = {r.path: r for r in (*before, *_create_datasets(file, filter(_varies, regions)))}
         for name, value in numbers.items():
             content = np.array(value)
-            self._numbers[name].write(content, mtype=_dtype(content.dtype.str))
-        h5f.flush(self._file)
-        metadata, start = [], self._start
-        for region in in_file_order(self._regions):
-            metadata.append((start, self._memory.read_range(start, region.offset)))
-            start = region.offset + region.n_bytes
-        metadata.append((start, self._memory.read_range(start, self._memory.size)))
-        return Skeleton(self._regions, metadata, self._memory.size)
+            h5a.open(file, name.encode()).write(content, mtype=_dtype(content.dtype.str))
+    found = tuple(placed[region.path] for region in regions)
+    metadata, start = [], userblock_size
+    for region in in_file_order(found):
+        metadata.append((start, memory.read_range(start, region.offset)))
+        start = region.offset + region.n_bytes
+    metadata.append((start, memory.read_range(start, memory.size)))
+    return Skeleton(found, metadata, memory.size)
 
 
-def _close(file: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # it cannot be closed after a failed write, but is only memory
-        file.close()
+@contextlib.contextmanager
+def _closing(file: Any) -> Iterator[Any]:
+    """Close the file after the block. h5py's low-level interface takes half the time of the other."""
+    try:
+        yield file
+        h5f.flush(file)
+    finally:
+        with contextlib.suppress(RuntimeError):  # it cannot be closed after a failed write, but is only memory
+            file.close()
 
 
-_last: dict[_Key, _OpenFile] = {}
 _lock = threading.Lock()
-
-
-def _opened(key: _Key) -> _OpenFile:
-    if key not in _last:
-        _last.clear()  # first: libhdf5 reuses the memory of a closed file for the next one
-        _last[key] = _OpenFile(*key)
-    return _last[key]
 
 
 def _varies(region: Region) -> bool:
@@ -209,14 +191,10 @@ def _varies(region: Region) -> bool:
 def _template(regions: tuple[Region, ...], kinds: Kinds, userblock_size: int) -> tuple[tuple[Region, ...], _Memory]:
     """A closed file with these datasets, and attributes whose numbers are 0: the part that most shards share."""
     memory = _Memory(userblock_size)
-    file = memory.create()
-    try:
+    with _closing(memory.create()) as file:
         placed = _create_datasets(file, regions)
         for name, kind in kinds:
             _create_attribute(file, name, kind(0) if isinstance(kind, type) else kind)
-        h5f.flush(file)
-    finally:
-        file.close()
     return placed, memory
 
 

@@ -192,8 +192,7 @@ def test_no_object_of_a_shard_has_a_time(tmp_path):
     assert {name for name, info in found.items() if info.btime or info.ctime or info.mtime or info.atime} == set()
 
 
-def test_a_shard_has_the_same_bytes_whatever_was_written_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(hdf5_layout, "_last", {})
+def test_a_shard_has_the_same_bytes_whatever_was_written_before(tmp_path):
     rows = rows_of(0, 4)
     first, second, again = (write(tmp_path / f"{n}.h5", start, rows=rows) for n, start in enumerate((5, 2**40, 5)))
     write(tmp_path / "other.h5", 0, 9)
@@ -206,7 +205,6 @@ def test_a_shard_has_the_same_bytes_whatever_was_written_before(tmp_path, monkey
 @pytest.mark.parametrize("others", [{"columns": {"x": Array("int64")}, "rows": [{"x": np.int64(1)}] * 10}, {}])
 def test_an_interrupt_while_libhdf5_writes_costs_no_later_shard(tmp_path, monkeypatch, others):
     n_writes, fails_at = 0, -1
-    monkeypatch.setattr(hdf5_layout, "_last", {})
 
     def interrupted(memory, content):
         nonlocal n_writes
