@@ -20,11 +20,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any, SupportsIndex
 
 import slurmgpu
 from slurmgpu.code import snapshots
 from slurmgpu.code.imported_modules import DIGESTS, files_of_modules, take_out
-from slurmgpu.code.meta_path import MetaPath
 from slurmgpu.code.present_files import PresentFiles
 from slurmgpu.code.snapshots import Snapshot, SourceFile
 from slurmgpu.containers import INSIDE, image_name
@@ -67,6 +67,25 @@ class _PatientLoader(SourceFileLoader):
         return retried(lambda: super(_PatientLoader, self).get_data(path), BRIEF_PATIENCE_S)
 
 
+class _MetaPath(list[Any]):
+    """A `sys.meta_path` whose first finder stays first: where it is inserted, read or removed, 0 means the next one.
+
+    So `insert(0, hook)`, `[0]` and `pop(0)` mean the same hook.
+    """
+
+    def insert(self, index: SupportsIndex, finder: Any) -> None:
+        super().insert(index or 1, finder)
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        return super().pop(index or 1)
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(1 if index == 0 else index)
+
+    def __delitem__(self, index: Any) -> None:
+        super().__delitem__(1 if index == 0 else index)
+
+
 class Finder(MetaPathFinder):
     """Finds the modules of a snapshot under their original names.
 
@@ -95,7 +114,7 @@ class Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The spec of a module or a namespace in the snapshot, else None."""
-        if self is _in_use() and not isinstance(sys.meta_path, MetaPath):  # the user's code has made another list
+        if self is _in_use() and not isinstance(sys.meta_path, _MetaPath):  # the user's code has made another list
             _install(self)
         file = self._by_name.get(fullname)
         if file is None and fullname not in self._spaces:
@@ -310,7 +329,7 @@ def bypassed() -> list[str]:
 def _install(finder: Finder) -> None:
     """Replace the active finder; the new one comes before all others."""
     _active[:] = [finder]
-    sys.meta_path = MetaPath(finder, sys.meta_path)
+    sys.meta_path = _MetaPath([finder, *(each for each in sys.meta_path if not isinstance(each, Finder))])
 
 
 def _in_use() -> Finder | None:
