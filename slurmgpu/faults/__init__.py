@@ -18,10 +18,11 @@ from slurmgpu.run.frozen_plan import Plan
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault: it `takes` the number of an "item", of a "shard", or none; `once`: in all tasks and restarts.
+    """A kind of fault.
 
-    `kills`: it kills the process that computes, which with the executor debug is the user's own. `row` is the failure
-    class in the item's row, "" if the item gets its good row; `end` is the failure class of the attempt.
+    It `takes` the number of an "item", of a "shard", or none. A fault that strikes `once` does so in only one of all
+    tasks and restarts. One that `kills` ends the process that computes, which is the user's own with the executor
+    debug. `row` is the failure class in the item's row, "" if the item gets a good row; `end` is that of the attempt.
     """
 
     takes: str | None
@@ -41,7 +42,7 @@ KINDS = {
     "crash": Kind("item", kills=True, row="crash"),
     "damage": Kind("shard", once=True),
 }
-"""In the order in which they strike if a call has several: after a crash no other can strike."""
+"""The kinds by name, in the order in which they strike if a call has several: after a crash no other can strike."""
 
 
 @dataclass(frozen=True)

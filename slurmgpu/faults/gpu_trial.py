@@ -26,21 +26,21 @@ WORKLOAD = "slurmgpu.workloads.gpu_trial:Trial"
 SHARD = 8
 """The items of a shard, and of a batch."""
 KINDS = ("", "oom", "assert", "illegal", "kill")
-"""The fault of each shard: in all of its items for "oom", else in the item at PLACE."""
+"""The fault of each shard: "oom" is in all of its items, the others in the item at PLACE."""
 PLACE = 3
 QUARANTINED = ("assert", "illegal")
 OOM_BATCH = 2
 N = 256
-"""Rows and columns of the matrices; their elements are integers up to 8: products are exact in float32 and tf32."""
+"""Rows and columns of the matrices. Their elements are integers up to 8, so products are exact in float32 and tf32."""
 LOST_SHARE = 0.02
 """The share of a GPU's memory that may stay allocated after a fault: the driver's own use varies."""
 
 Compute = Callable[[Mapping[str, Any]], Run]
-"""Computes a run file, with the executor `local`, to its end."""
+"""A function that computes a run file to its end, with the executor `local`."""
 
 
 def run_file(folder: Path, n_gpus: int, *, faults: bool, container: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The keys of the run: a shard for each kind of fault; with no GPUs, on this CPU. Writes its input to `folder`."""
+    """The keys of a run file with a shard for each kind of fault; writes its input to `folder`. 0 GPUs: on this CPU."""
     items = [{"fault": kind if kind == "oom" or place == PLACE else ""} for kind in KINDS for place in range(SHARD)]
     path = folder / "items.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
@@ -152,7 +152,7 @@ def _same_bytes(whole: Run, faulty: Run) -> Verdict:
 
 
 def _is_free_again(found: _Faulty, before: list[int], n_gpus: int) -> Verdict:
-    """Compare the free memory before and after the run, by NVML, and before each shard, as its worker saw it."""
+    """Compare the free memory before and after the run (NVML), and before each shard (as its worker saw it)."""
     try:
         after = free_bytes(n_gpus)
         totals = [gpu.memory_bytes for gpu in gpus.probe(n_gpus)]

@@ -28,13 +28,13 @@ from slurmgpu.workload import Item, Row
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long a worker whose task was preempted waits to be stopped."""
+"""Seconds that the worker of a preempted task waits to be stopped."""
 TOO_MUCH_BYTES = 1 << 50
 """More memory than any GPU or machine has."""
 
 
 class Mark(TypedDict):
-    """When and in which attempt a fault struck, and the items in the call."""
+    """When and in which attempt a fault struck, and the items of the call."""
 
     time: float
     attempt: str
@@ -68,7 +68,7 @@ class Marks:
         return True
 
     def read(self, fault: Fault) -> list[Mark]:
-        """A mark for each time that the fault struck."""
+        """The marks of a fault, one for each time that it struck."""
         try:
             return [json.loads(line) for line in read_bytes(self.folder / str(fault)).splitlines()]
         except FileNotFoundError:
@@ -103,7 +103,7 @@ class Injected:
         return self.workload.call(items, *prepared)
 
     def overhear(self, event: WorkerEvent) -> None:
-        """Report an event of the worker; once progress is saved, the faults that wait for it strike."""
+        """Report an event of the worker. Faults that wait for saved progress strike after the event that reports it."""
         self.report(event)
         if event["event"] == "progress":
             for fault in self.faults:
@@ -111,7 +111,7 @@ class Injected:
                     self._meet(fault)
 
     def _meet(self, fault: Fault) -> None:
-        """Let a fault strike if its item is in this call."""
+        """Cause a fault if its item is in this call."""
         if fault.kind == "timeout" or (KINDS[fault.kind].takes == "item" and fault.at in self._in_hand):
             getattr(self, f"_{fault.kind}")(fault)
 
@@ -134,7 +134,7 @@ class Injected:
     def _preempt(self, fault: Fault) -> None:
         if self._strikes(fault):
             self.report({"event": "preempt"})
-            self.stopping.wait(PATIENCE_S)  # a worker that keeps no progress is killed during this wait
+            self.stopping.wait(PATIENCE_S)  # a worker without saved progress is killed during this wait
 
     def _timeout(self, fault: Fault) -> None:
         if self._strikes(fault):

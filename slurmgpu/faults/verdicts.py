@@ -21,7 +21,7 @@ ITS_ROW_SAYS = "its row says"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A line about one fault, or about all other items; `kept`: all results so far are as promised."""
+    """A line about one fault, or about all other items; `kept` says whether all results so far are as promised."""
 
     text: str
     kept: bool = True
@@ -53,7 +53,7 @@ def _verdict(found: _Found, fault: Fault) -> Verdict:
 
 
 def _unseen(found: _Found, fault: Fault) -> Verdict:
-    """The verdict on a fault that has not struck: it proves nothing, unless it may still strike."""
+    """The verdict on a fault that has not struck."""
     if not found.report["complete"]:
         return Verdict(f"{fault}: it has not happened so far")
     if KINDS[fault.kind].takes == "item" and found.is_lifted(fault):
@@ -102,7 +102,7 @@ class _Found:
         return str(self.directory(shard).made_by["attempt"])
 
     def maker_of(self, fault: Fault) -> str:
-        """The attempt that made the row of the fault's item, or published the fault's shard."""
+        """The attempt that computed the row of the fault's item, or published the fault's shard."""
         return self.maker(self.shard(fault), None if KINDS[fault.kind].takes == "shard" else fault.at)
 
     def is_lifted(self, fault: Fault) -> bool:
@@ -125,7 +125,7 @@ class _Found:
 
 
 def _row(found: _Found, fault: Fault) -> str:
-    """What the item's row says; BrokenPromiseError if its failure class is not that of the fault."""
+    """The message in the item's row; BrokenPromiseError if its failure class is not the fault's."""
     if found.shard(fault) in found.missing:
         return f"item {fault.at} has no row yet"
     if found.is_lifted(fault) and fault.at not in found.errors:
@@ -167,7 +167,7 @@ def _tell_oom(found: _Found, fault: Fault) -> str:
     if shard in found.missing or found.is_lifted(fault):
         return f"{said}; {row}"
     notes = found.directory(shard).notes
-    # After a worker's death in the same batch its items are computed one by one instead.
+    # If a worker died in the same batch, its items are computed one by one instead.
     if not ({"oom_batch", "isolated_batches"} & notes.keys()):
         raise BrokenPromiseError(f"{said}, but shard {shard} records no smaller batches")
     batch = notes.get("oom_batch", 1)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class Adapted:
     """A user's workload with typed optional members.
 
-    No other code reads attributes of the user's object. Each member is read once, on first use: a property may read
-    files, which planning needs and a worker does not. None counts as absent. A member of a wrong type raises
-    SlurmGPUError. `name` is the full name of the class; `call` computes the rows of items, and takes
-    what `prepare` returned for them if the workload has that.
+    No other code reads attributes of the user's object. Each member is read once, on first use, because a property may
+    read files that only planning needs. None counts as absent. A member of a wrong type raises SlurmGPUError. `name` is
+    the full name of the class. `call` computes the rows of items; if the workload has `prepare`, its second argument
+    is what that returned for them.
     """
 
     user: Any
@@ -70,7 +70,7 @@ class Adapted:
 
     @cached_property
     def batch_size(self) -> int | None:
-        """The largest number of items in a call."""
+        """The largest number of items in a call; None if the class does not set it."""
         expected = "a whole number of at least 1. Set it in the class or in [workload]"
         found: int | None = self._read("batch_size", expected, is_positive)
         return found
@@ -82,7 +82,7 @@ class Adapted:
 
     @cached_property
     def resumes(self) -> bool:
-        """Whether it saves the progress of an item and raises Interrupted to leave it for a later task."""
+        """Whether it saves the progress of an item and raises Interrupted, so that a later task continues it."""
         return self._read_flag("resumes")
 
     @cached_property
@@ -103,7 +103,7 @@ class Adapted:
 
     @cached_property
     def not_fields(self) -> Collection[str]:
-        """Names with another meaning to it; planning refuses items with a field of that name."""
+        """Names that mean something else in its settings; planning refuses items with a field of that name."""
         return self._read("not_fields", "a list of names", is_collection_of(str)) or ()
 
     @cached_property
@@ -142,7 +142,7 @@ class Adapted:
 
     @cached_property
     def frozen_settings(self) -> Mapping[str, Any]:
-        """Values that the plan keeps instead of settings that refer to something that may change."""
+        """Values for the plan, instead of settings that refer to something that may change."""
         return self._read("frozen_settings", "a mapping of settings to values", is_mapping_to(object)) or {}
 
     @cached_property

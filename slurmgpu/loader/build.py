@@ -17,7 +17,7 @@ from slurmgpu.workload import Template, Translated
 
 
 def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Adapted:
-    """Make a workload with checked settings. SlurmGPUError names the workload and the wrong setting."""
+    """Build a workload. SlurmGPUError if its class, a setting or `columns` is missing or wrong."""
     cls = load_class(full_name, search_path)
     check_names(full_name, cls, settings)
     try:

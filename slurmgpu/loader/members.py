@@ -13,7 +13,10 @@ from slurmgpu.loader.names import title_of
 
 
 def read_member(user: Any, name: str, attribute: str, expected: str, is_good: Callable[[Any], bool]) -> Any:
-    """The attribute of a user's object or class, None if it has none; `name` is the full name of the class."""
+    """An attribute of a user's object or class; None if it is absent, SlurmGPUError unless `is_good`.
+
+    `name` is the full name of the class. An iterator becomes a tuple.
+    """
     value = getattr(user, attribute, None)
     if isinstance(value, Iterator):
         value = tuple(value)

@@ -19,7 +19,10 @@ from slurmgpu.util.exceptions import described
 
 
 def load_class(full_name: str, search_path: Path) -> type:
-    """Import a class by its full name, with `search_path` on `sys.path` as Python does for a script's folder."""
+    """Import a class by its full name. SlurmGPUError if it does not exist or has no `__call__`.
+
+    `search_path` is put on `sys.path`, as Python does with a script's folder.
+    """
     module_name, _, class_name = full_name.rpartition(":")
     if str(search_path) not in sys.path:
         sys.path.insert(0, str(search_path))
@@ -39,7 +42,7 @@ def load_class(full_name: str, search_path: Path) -> type:
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module in a Python file."""
+    """Import a Python file, once for each path."""
     name = importer.name_of_file(path)
     if name in sys.modules:
         return sys.modules[name]
@@ -60,7 +63,7 @@ def import_file(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def at_planning(full_name: str) -> Iterator[None]:
-    """Turn a failed import into a SlurmGPUError: only the image may have what is missing here."""
+    """Turn a failed import within the block into a SlurmGPUError: a package may be installed only in the image."""
     try:
         yield
     except SyntaxError as error:

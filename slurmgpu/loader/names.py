@@ -20,7 +20,7 @@ BUILT_IN = {
     "train": "slurmgpu.workloads.train:Train",
     "command": "slurmgpu.workloads.command:Command",
 }
-"""Short names of the built-in workloads, which are known without any metadata of an installation."""
+"""The built-in workloads by short name. They are listed here because a copy of the package may have no metadata."""
 
 ENTRY_POINTS = "slurmgpu.workloads"
 """The entry-point group in which a package registers short names for its workloads."""
@@ -29,13 +29,13 @@ _SHORT_NAMES = {name: short for short, name in BUILT_IN.items()} | {"slurmgpu.wo
 
 
 def title_of(full_name: str, noun: str = "Workload") -> str:
-    """A workload in messages: a built-in one by its short name, such as "command", another by `noun` and its name."""
+    """The name of a workload in messages: a built-in one's short name, such as "command", or `noun` and full name."""
     return _SHORT_NAMES.get(full_name) or f"{noun} {full_name}"
 
 
 def installed_workloads() -> dict[str, dict[str, str]]:
-    """Workloads of other packages: by short name, full names and the distribution of each."""
-    import importlib.metadata  # takes long
+    """Workloads of other packages by short name: the full names, each with its distribution."""
+    import importlib.metadata  # the import is slow
 
     found: dict[str, dict[str, str]] = {}
     for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS)):
@@ -78,7 +78,7 @@ def _of_a_package(use: str) -> str:
 def resolve_use(use: str, base: Path) -> str:
     """The full name of a workload that a run file in `base` names: `package.module:Class` or `/path/to/file.py:Class`.
 
-    A short name is looked up among the built-in workloads, then among installed packages' entry points.
+    A short name is looked up among the built-in workloads, then among entry points. SlurmGPUError for an unknown name.
     """
     full = BUILT_IN.get(use) or (use if ":" in use else _of_a_package(use))
     module, colon, name = full.rpartition(":")

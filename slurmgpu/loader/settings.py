@@ -39,7 +39,7 @@ def settings_hints(cls: type) -> dict[str, Any]:
 
 
 def names_of_settings(cls: type) -> dict[str, inspect.Parameter] | None:
-    """The settings of a class as parameters, by name; None if it takes any."""
+    """The settings of a class as parameters, by name; None if it takes any setting."""
     parameters = {parameter.name: parameter for parameter in inspect.signature(cls).parameters.values()}
     known = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     if len(known) < len(parameters):
@@ -51,7 +51,7 @@ def names_of_settings(cls: type) -> dict[str, inspect.Parameter] | None:
 
 
 def check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
-    """Refuse an unknown setting, and a missing required one."""
+    """Raise UnknownSettingError for an unknown setting, SlurmGPUError for a missing required one."""
     if (known := names_of_settings(cls)) is None:
         return
     for name in settings:
@@ -72,7 +72,7 @@ def check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
 def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> dict[str, str]:
     """For each setting in the class's `texts` with a value like `file:PATH`, the content of that file.
 
-    The plan keeps the text: a later change of the file changes no row.
+    The plan keeps the text, so a later change of the file changes no row. SlurmGPUError if the file cannot be read.
     """
     expected = "a list of names of settings, as an attribute of the class"
     found = {}

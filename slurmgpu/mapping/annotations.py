@@ -20,11 +20,11 @@ _ABSTRACT = (np.integer, np.signedinteger, np.unsignedinteger, np.floating)
 """Abstract NumPy types, which stand for several dtypes."""
 
 Type = str | Mapping[str, Any] | None
-"""The type of a column as text, or its description in run.json; None if it is not known."""
+"""The type of a column as text, or its description in run.json; None if it is unknown."""
 
 
 def annotated_types(function: Callable[..., Any], *, batched: bool) -> dict[str, Type]:
-    """The types of the columns; empty if the annotation does not say which columns there are."""
+    """The types of the columns by name; empty if the annotation does not name the columns."""
     hint = _hints(function if hasattr(function, "__annotations__") else type(function).__call__).get("return")
     if batched:
         kinds = _members(hint)
@@ -33,15 +33,15 @@ def annotated_types(function: Callable[..., Any], *, batched: bool) -> dict[str,
 
 
 def _hints(of: Any) -> dict[str, Any]:
-    """The annotations of a function or a class; empty if they cannot be evaluated: they may be prose."""
+    """The annotations of a function or a class; empty if they cannot be evaluated, such as prose."""
     try:
         return typing.get_type_hints(of, include_extras=True)
-    except Exception:  # they run any code, and some exist for type checkers only
+    except Exception:  # annotations may run any code, and some exist for type checkers only
         return {}
 
 
 def _members(hint: Any) -> list[Any]:
-    """The distinct element types of a list's annotation; empty if it is no list, or names none."""
+    """The distinct element types in a list's annotation; empty if it is no list, or has no element type."""
     inner = typing.get_args(hint) if typing.get_origin(hint) in _LISTS else ()
     found: list[Any] = []
     for each in inner:

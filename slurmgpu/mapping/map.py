@@ -1,4 +1,4 @@
-"""`slurmgpu.map`: give it a function and items, and get a run."""
+"""`slurmgpu.map`: compute a function of items, as a run."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from slurmgpu.util.users import expanded
 log = logging.getLogger(__name__)
 
 FEWEST_SHARDS, ITEMS_OF_SHARD = 256, 256
-"""The number of shards of a run with enough items, and the items in a shard of a larger run: see why-elastic.md."""
+"""The least number of shards of a run with enough items, and the items of a shard beyond that: see why-elastic.md."""
 
 PROBE_ENDS_S = 3
-"""How long the job that merged the probe may take to end."""
+"""Seconds that the job which merged the probe gets to end."""
 
 ARGUMENTS = {
     "input": "the argument `items`",
@@ -84,20 +84,22 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     wait: bool = False,
     **resources: Any,
 ) -> RunHandle:
-    """Call a function for each item, in the tasks of a run; its rows are the columns of the results.
+    """Call a function for each item, in the tasks of a run; what it returns is a row of the results.
 
-    `items` are the path or the glob of an input, or the items themselves: mappings, text, numbers, a data frame, an
-    Arrow table. `function(item)` returns a mapping of columns to values, a dataclass, or one value, the column
-    `result`. It is called as `function(item, load())` if there is `load`, which each worker calls once, on its node;
-    with `batch_size` it gets a list of items, and returns a list, or columns. An exception becomes its item's error.
+    `items` is the path or the glob of an input, or the items themselves: mappings, texts, numbers, a data frame, an
+    Arrow table. `function(item)` returns a mapping of columns to values, a dataclass, or one value, which becomes the
+    column `result`. With `load`, which each worker calls once on its node, it is called as `function(item, loaded)`.
+    With `batch_size` it gets a list of items, and returns a list of rows, or columns. An exception becomes the item's
+    error.
 
-    Tasks import the function if it is defined in a module; one defined in a notebook, a script or another function is
-    saved by value in the run directory. `columns` are types, as in `{"score": "float32", "label": Text()}`; otherwise
-    they come from the return annotation, or else from the first item, which is computed before anything else.
+    Tasks import the function if it is defined in a module. A function of a notebook, a script or another function is
+    saved by value in the run directory. `columns` are types, as in `{"score": "float32", "label": Text()}`. Without
+    them, types come from the return annotation, or else from the first batch, which is computed before the run.
 
-    The run directory is `run_dir`, or runs/`name`, or by the function's name. `resources` are keys of [resources],
-    `overrides` and `profile` as in `submit`. The run works in the background: on Slurm, or with executor="local" in
-    processes that outlive this one; with `wait` this returns once the run has ended and is merged.
+    The run directory is `run_dir`, or runs/`name`, or runs/ and the function's name. `resources` are keys of
+    [resources]; `overrides` and `profile` are as in `submit`. The run works in the background: on Slurm, or with
+    executor="local" in processes that outlive this one. With `wait`, the call returns once the run has ended and is
+    merged. SlurmGPUError for anything that the user can fix, before anything is queued.
     """
     refuse_if_importing("slurmgpu.map")
     _refuse_unknown(resources)
@@ -109,7 +111,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     _refuse_given_twice(values)
     asked = read_run_file(GivenRunFile({"workload": table}, base, called=CALLED), values).resources
     with contextlib.ExitStack() as open_ones:
-        # Its modules are imported while the run is planned.
+        # Entered first, so that the background process imports its modules while this one plans.
         background = None
         if executor_named(asked.executor).detaches:
             n_slots = allocate(asked, None).n_concurrent
@@ -159,7 +161,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
 def _place(
     run_dir: str | Path | None, name: str | None, stem: str, folder: Path, open_ones: contextlib.ExitStack
 ) -> tuple[Path, Path | None]:
-    """The run directory, and, if it is named for the function's name `stem`, the previous one of this name."""
+    """The run directory and, if its name comes from the function's name `stem`, the previous run of that name."""
     if run_dir is not None:
         return expanded(run_dir), None
     if name is None:
@@ -199,9 +201,9 @@ def _function(
     base: Path,
     argv: Sequence[str] | None,
 ) -> tuple[dict[str, Any], list[Path], Sequence[str], Sequence[str]]:
-    """The settings that name the functions, their files for the run directory, the modules that they need, and texts.
+    """The settings that name the functions, files for the run directory, modules that the functions need, and texts.
 
-    The texts may name files that the functions read.
+    The texts, from their source, may name files that the functions read.
     """
     if function is None:
         raise SlurmGPUError("function is None; expected a function that takes an item.")
@@ -221,10 +223,10 @@ def _function(
 
 
 def _refuse_other_python(draft: Draft) -> None:
-    """Refuse an image whose Python cannot read a pickle of this one, if the image can be started here."""
+    """Refuse an image whose Python cannot read a pickle of this Python, if the image can be started here."""
     container = draft.plan.container
     if container is None or shutil.which(runtime_named(container["runtime"]).program) is None:
-        return  # a worker compares the versions as well
+        return  # a worker compares the versions, too
     seen = check_here(draft.plan, 0, "cpu")
     found, here = seen.found.get("python"), functions.minor_version()
     if found is None:
@@ -237,7 +239,7 @@ def _refuse_other_python(draft: Draft) -> None:
 
 
 def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
-    """Write items that are in memory and no table to a file; its path, and the items' kind."""
+    """Write items in memory to a file, unless they are a table; return its path, and the items' kind."""
     if isinstance(items, str | os.PathLike) or is_table(items):
         return None, "mapping"
     if isinstance(items, Mapping | bytes | bytearray) or not _can_be_iterated(items):
@@ -263,7 +265,7 @@ def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
 def _can_be_iterated(items: Any) -> bool:
     try:
         return isinstance(items, Iterable) and iter(items) is not None
-    except TypeError:  # of an array without dimensions, which has the method
+    except TypeError:  # a zero-dimensional array has the method, but raises
         return False
 
 
@@ -276,7 +278,7 @@ def _about_former(folder: Path, draft: Draft) -> str:
 
 
 def _as_pickled_in(former: Plan, plan: Plan) -> Plan:
-    """The plan with the pickle of a former plan if its function is the same: two processes pickle it differently."""
+    """The plan with the former plan's pickle if the function is the same: its pickle differs between processes."""
     then, now = (each.settings.get("pickled", {}) for each in (former, plan))
     same = then and all(then[key] == now.get(key) for key in ("same", "python"))
     return replace(plan, settings={**plan.settings, "pickled": then}) if same else plan
@@ -296,12 +298,15 @@ def _declared(columns: Columns | None) -> dict[str, Type]:
 
 
 def _most_shards(n_items: int) -> int:
-    """The number of shards, fewer than by default: a call of a function may take only a millisecond."""
+    """The most shards; fewer than by default, because a call of a function may take only a millisecond."""
     return min(TARGET_SHARDS, max(FEWEST_SHARDS, n_items // ITEMS_OF_SHARD))
 
 
 def _learnt(draft: Draft) -> dict[str, Type]:
-    """The types of the columns, from the rows of the first batch, which a run of its own computes."""
+    """The types of the columns, from the rows of the first batch, which a run of its own computes.
+
+    SlurmGPUError if it fails, or if two rows have different types.
+    """
     log.info("computing the first %s, to learn the columns", count_of(draft.plan.batch_size, "item"))
     small = probe.draft_part(draft, [(0, min(draft.plan.batch_size, draft.plan.n_items))])
     run, report = probe.compute_probe(small, on_status=None)

@@ -1,7 +1,7 @@
 """Results: a merged file or a shard as columns of NumPy arrays and strings, read on demand.
 
-The file's bytes are read at the places that its user block lists, without libhdf5. So indexing is NumPy's, reading
-needs no lock, and an open file survives a fork, e.g. into workers of a torch DataLoader.
+Bytes are read by the offsets in the file's user block, without libhdf5. So indexing works as in NumPy, reading needs no
+lock, and an open file may be used after a fork, for example in the workers of a torch DataLoader.
 
 May import: code, run, shards, util.
 """
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 _MOST_PROBLEMS = 3
 _LEAST_SEEN = 512
 BLOCK_BYTES = 4 << 20
-"""About the bytes of a block of rows; ten times as many as Python objects."""
+"""Approximate size of a block of rows in the file; as Python objects it takes ten times as much."""
 
 
 def open(  # noqa: A001 - slurmgpu.open, as h5py and gzip do it
     path: str | os.PathLike[str], *, verify: bool = False
 ) -> Merged:
-    """Open a merged file or a shard, to be read by column and row; SlurmGPUError for other or damaged files.
+    """Open a merged file or a shard, to read columns and rows; SlurmGPUError for other or damaged files.
 
-    With `verify` every byte is read first, in little memory, and compared with its checksum; an error names the dataset
-    and shard that differ. Without it, only the user block and the file's length are checked, and a flipped bit in the
-    rows is read as another value.
+    With `verify`, every byte is first read, in little memory, and compared with its checksum; an error names the
+    dataset and shard that differ. Without it, only the user block and the file's length are checked, and a flipped bit
+    in the rows is read as another value.
 
-    Either way, later changes to the open file's bytes are not noticed. Reading raises SlurmGPUError if the file is
-    truncated, its disk fails for a minute, or another machine replaces it on NFS. `complete` says whether every item
-    has a row.
+    Later changes to the bytes of the open file are not noticed. Reading raises SlurmGPUError if the file is truncated,
+    if its disk fails for a minute, or if another machine replaces it on NFS. `complete` says whether every item has a
+    row.
     """
     return Merged(path, verify=verify)
 
@@ -117,7 +117,7 @@ class Merged:
     @cached_property
     def code(self) -> npt.NDArray[np.object_]:
         """The digest of the code that computed each row, as `code` in the report; None if unknown."""
-        # Stretches count a run's items, which in a run of some items are no indices; they cover the rows in order.
+        # Stretches count the run's items, whose indices in the input may differ; but they cover the rows in order.
         found, first = np.full(len(self), None, object), 0
         for start, stop, digest in self._code:
             found[first : first + stop - start] = digest
@@ -158,8 +158,8 @@ class Merged:
     def to_pandas(self) -> pd.DataFrame:
         """All rows as a data frame: `index`, the columns, and `error`, None for good rows.
 
-        The values of failed items are missing, but for fields that they keep: columns of integers and booleans have
-        pandas' nullable types then.
+        The values of failed items are missing, except fields that they keep. With a failed item, columns of integers
+        and booleans have pandas' nullable types. SlurmGPUError without pandas.
         """
         try:
             import pandas as pd
@@ -185,8 +185,8 @@ class Merged:
     def to_arrow(self, start: int = 0, stop: int | None = None) -> pa.Table:
         """The rows as a table in memory; failed items have null columns, except for fields that they keep.
 
-        A JSON column has the common type of all its values in the file; without one it is JSON text, in which null
-        stays null.
+        A JSON column has the common type of all its values in the file; without one it is JSON text, and null stays
+        null. SlurmGPUError without pyarrow.
         """
         check_pyarrow("to_arrow() needs")
         from slurmgpu.results.arrow import to_arrow
@@ -196,19 +196,16 @@ class Merged:
         return to_arrow(columns, self.failed[start : max(start, stop)], start, max(start, stop), self._value_types)
 
     def ranges(self, n_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """The rows from `start` to `stop` - 1 as ranges (start, stop) of at most `n_bytes`, for bounded memory.
-
-        A larger row is a range by itself.
-        """
+        """The rows from `start` to `stop` - 1 as ranges (start, stop) of at most `n_bytes`, or of one larger row."""
         start, stop, _ = slice(start, stop).indices(len(self))
         fixed, lists = 0, list[tuple[Dataset, int]]()
         for name, column in self._columns.items():
             if column.shape is None:
                 lists.append((self._dataset(f"{name}/offsets"), column.dtype.itemsize))
             fixed += column.dtype.itemsize * math.prod(column.shape) if column.shape is not None else 8
-        n_rows = len(self) * n_bytes // max(1, self.size_bytes)  # on average; later those of the range before
+        n_rows = len(self) * n_bytes // max(1, self.size_bytes)  # by the average row; later by the previous range
         while start < stop:
-            # Some more rows are looked at: the offsets of those that do not fit are read again.
+            # Look at more rows than are likely to fit; the offsets of those that do not fit are read again.
             n_seen = min(max(_LEAST_SEEN, 2 * n_rows), n_bytes // fixed + 1, stop - start)
             ends = fixed * np.arange(1, n_seen + 1)
             for offsets, size in lists:

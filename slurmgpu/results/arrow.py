@@ -15,9 +15,9 @@ from slurmgpu.shards.columns import Column
 from slurmgpu.shards.numbers import OFFSET_DTYPE
 
 Types = Mapping[str, pa.DataType | None]
-"""The common type of a JSON column's values, by name; None if they have none, and null if all are null.
+"""The common type of the values of each JSON column, by name; None without one, the null type if all are null.
 
-A column without a type, or with only null, becomes the text of its JSON.
+A column of None or the null type becomes the text of its JSON.
 """
 
 
@@ -26,9 +26,8 @@ def to_arrow(
 ) -> pa.Table:
     """The rows from `start` to `stop` - 1 of `columns` as a table; `failed` is a mask of these rows.
 
-    Numbers, text and ragged values are read once. The columns of a failed item are null, except for fields that it
-    keeps; the `error` of a good item is null, and so is null in a JSON column. Complex numbers become structs of `real`
-    and `imag`.
+    The columns of a failed item are null, except for fields that it keeps. The `error` of a good item is null, and JSON
+    null is null. Complex numbers become structs of `real` and `imag`.
     """
     rows, nulls = slice(start, stop), {"index": np.zeros_like(failed), "error": ~failed}
     return pa.table(
@@ -42,7 +41,7 @@ def to_arrow(
 def value_types(
     columns: Mapping[str, Column], parts: Iterable[Callable[[str], Sequence[Any]]]
 ) -> dict[str, pa.DataType | None]:
-    """The common types of the values of columns that declare no type; `parts` as in `common_types`."""
+    """The common types of the values of columns that declare none; `parts` as in `common_types`."""
     return common_types([name for name, column in columns.items() if column.typed_by_values], parts)
 
 
@@ -62,7 +61,7 @@ def _column(
 ) -> pa.Array:
     if of_values is not None and of_values != pa.null():
         return pa.array(data.python_values(rows.start, rows.stop), of_values, mask=null)
-    if data.column.typed_by_values:  # null is null beside values of several types, too
+    if data.column.typed_by_values:  # JSON text: null stays null
         null = null | np.array([value is None for value in data.python_values(rows.start, rows.stop)], bool)
     kind = data.column.arrow and pa.type_for_alias(data.column.arrow)
     if isinstance(data, ArrayData):
@@ -82,7 +81,7 @@ def _column(
 def _array(values: npt.NDArray[Any], null: npt.NDArray[np.bool_]) -> pa.Array:
     """An array along the first dimension; further dimensions become lists.
 
-    Lists are not of fixed size: few versions of pyarrow can write these to Parquet with nulls or with size 0.
+    They are no fixed-size lists, because few versions of pyarrow can write those to Parquet with nulls or size 0.
     """
     valid = _bitmap(~null)
     if values.ndim > 1:

@@ -1,7 +1,7 @@
 """Numbers in conditions: comparisons without rounding, and arithmetic. Imported on demand, since it needs pyarrow.
 
-An operand is an Arrow array or scalar, or a Python int or float: a literal in the condition, of any size. How two
-operands are computed depends on their types and on the literals, never on a value of a column.
+An operand is an Arrow array or scalar, or a Python int or float of any size, which is a literal in the condition. The
+types in which two operands are computed depend on their types and on the literals, never on a value of a column.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def computes(op: ast.operator) -> bool:
 
 
 def as_arrow(value: Operand) -> Any:
-    """The operand for Arrow; an integer of more than 64 bits as a float, for an error about types."""
+    """The operand for Arrow. A literal beyond 64 bits becomes a float, so that Arrow can name the types in an error."""
     if not _is_written(value):
         return value
     kind = next((each for each in (INT, UNSIGNED) if isinstance(value, int) and each in _holding(value)), FLOAT)
@@ -70,7 +70,7 @@ def compared(op: ast.cmpop, one: Operand, other: Operand) -> Any:
     one, other = _rounded(one, other), _rounded(other, one)
     if (kind := _common(one, other)) is not None:
         return by_arrow(_cast(one, kind), _cast(other, kind))
-    # No type of Arrow holds both: the nearest floats are compared, and if these are equal, what they leave.
+    # No Arrow type holds both. Compare the nearest floats and, if these are equal, the remainders.
     (near, rest), (its_near, its_rest) = _split(one), _split(other)
     is_tie = pc.equal(near, its_near)
     if isinstance(op, ast.Eq | ast.NotEq):
@@ -81,9 +81,9 @@ def compared(op: ast.cmpop, one: Operand, other: Operand) -> Any:
 
 
 def computed(op: ast.operator, one: Operand, other: Operand) -> Operand:
-    """The result: integers in 64 bits, with ArrowInvalid for an overflow; other numbers in floats, which may round.
+    """The result of an operation: integers in 64 bits, other numbers in floats, which may round.
 
-    ZeroDivisionError and OverflowError if literals cannot be computed.
+    ArrowInvalid if an integer overflows; ZeroDivisionError or OverflowError if two literals cannot be computed.
     """
     by_arrow, by_python = _ARITHMETIC[type(op)]
     if _is_written(one) and _is_written(other):
@@ -118,7 +118,7 @@ def is_nan(value: Operand) -> Any:
 
 
 def _applied(function: Callable[[Any], Any], value: Operand) -> Any:
-    """Apply an Arrow function to numbers, also to float16, which older versions do not support."""
+    """Apply an Arrow function to numbers; float16 as float32, because older versions do not support it."""
     value = _widened(given(value, FLOAT))
     if value.type == pa.float16():
         return pc.cast(function(pc.cast(value, pa.float32())), value.type)
@@ -126,7 +126,7 @@ def _applied(function: Callable[[Any], Any], value: Operand) -> Any:
 
 
 def is_any(value: Operand, choices: Sequence[Any]) -> Any:
-    """Booleans, null where the value is: whether it equals one of `choices`; TypeError if those have another type."""
+    """Whether the value is one of `choices`: booleans, null where it is null. TypeError for choices of another type."""
     choices = [each for each in choices if each is not None]
     value = given(value, pa.large_string() if any(isinstance(each, str) for each in choices) else FLOAT)
     if _is_number(value):
@@ -142,14 +142,14 @@ def is_any(value: Operand, choices: Sequence[Any]) -> Any:
 
 
 def _with_numbers(value: Any, choices: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The value in a type that Arrow looks up, and the numbers that this type holds: no others can be equal."""
+    """The value in a type that Arrow can look up, and the choices that this type can hold; no others can be equal."""
     for each in choices:
         if not _is_written(each):
             raise TypeError(f"{each!r} is no number")
     rounded = [_rounded(each, value) for each in choices]
     kind = next(each for each in (INT, UNSIGNED, FLOAT) if each in _holding(value))
     held = [float(each) if kind == FLOAT else int(each) for each in rounded if kind in _holding(each)]
-    if kind == FLOAT and 0.0 in held:  # Arrow's sets tell 0 from -0
+    if kind == FLOAT and 0.0 in held:  # in Arrow's sets 0 and -0 differ
         held += [0.0, -0.0]
     return _cast(value, kind), held
 
@@ -167,7 +167,7 @@ def _is_number(value: Operand) -> bool:
 
 
 def _typed(one: Operand, other: Operand) -> tuple[Operand, Operand]:
-    """The operands; one with only nulls gets the type of the other."""
+    """The operands; one with only nulls gets the other's type."""
     kinds = [FLOAT if _is_written(each) or each.type == pa.null() else each.type for each in (one, other)]
     return _filled(one, kinds[1]), _filled(other, kinds[0])
 
@@ -238,6 +238,6 @@ def _split(value: Operand) -> tuple[Any, Any]:
     high = pc.divide(value, pa.scalar(_HALF, value.type))
     low = pc.subtract(value, pc.multiply(high, pa.scalar(_HALF, value.type)))
     near = pc.cast(value, FLOAT, safe=False)
-    # All of these are integers, and no difference needs more than 53 bits.
+    # All terms are integers, and no difference needs more than 53 bits.
     over = pc.subtract(near, pc.multiply(pc.cast(high, FLOAT), pa.scalar(float(_HALF))))
     return near, pc.subtract(pc.cast(low, FLOAT), over)

@@ -1,10 +1,9 @@
 """Conditions on rows, such as `score > 0.5 and label != "no"`. Imported on demand, since it needs pyarrow.
 
-The grammar is a subset of Python's expressions, read by Python's parser; each operation is one of Arrow's, and nothing
-is evaluated as Python. docs/reference/cli.md lists the grammar. As in SQL, a comparison with null is null, and a row is
-chosen only if the condition is true; a comparison with NaN is false, except `!=`. Numbers are compared without
-rounding, with one exception, as in NumPy: a literal takes the precision of float32 or float16 values that it is
-compared with, so that 0.1 equals a stored 0.1.
+The grammar, in docs/reference/cli.md, is a subset of Python's expressions, read by Python's parser. Arrow computes each
+operation; nothing is evaluated as Python. As in SQL, a comparison with null is null, and a row is chosen only if the
+condition is true; a comparison with NaN is false, except `!=`. Numbers are compared without rounding, except that, as
+in NumPy, a literal takes the precision of a float32 or float16 operand, so that 0.1 equals a stored 0.1.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ALLOWED = (
 
 
 class Condition:
-    """A condition on rows with columns `names`; SlurmGPUError says what is wrong in `text`. It uses `columns`."""
+    """A condition on rows with columns `names`, of which it uses `columns`. SlurmGPUError if `text` is invalid."""
 
     def __init__(self, text: str, names: Collection[str]) -> None:
         self.text, self._names = text, names
@@ -50,9 +49,9 @@ class Condition:
             raise self._wrong(f"it names no column. The columns are {', '.join(names)}.")
 
     def chosen(self, table: pa.Table) -> npt.NDArray[np.bool_]:
-        """A mask of the rows for which the condition is true; SlurmGPUError if the values have the wrong types.
+        """A mask of the rows for which the condition is true.
 
-        The types of an empty table are checked as well.
+        SlurmGPUError if the columns have the wrong types, also for an empty table, or if an integer overflows.
         """
         try:
             found = self._value(self._tree, table)

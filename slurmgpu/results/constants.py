@@ -1,4 +1,4 @@
-"""Columns of one value for all rows of a run, for conditions on several runs. Imported on demand: it needs pyarrow."""
+"""Columns with one value for all rows of a run, for conditions on several runs. Imported on demand: needs pyarrow."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slurmgpu.results.json_types import common_types
 
 @dataclass(frozen=True)
 class Constants:
-    """Columns of one value, by name: arrays of one element each."""
+    """Columns with one value each, by name: arrays of one element."""
 
     values: Mapping[str, pa.Array]
 
     def beside(self, table: pa.Table, names: Collection[str], n_rows: int) -> pa.Table:
-        """The table with those of `names` added that it lacks and that are constants here."""
+        """The table with the constants among `names` added as columns; its own columns take precedence."""
         places = pa.array(np.zeros(n_rows, np.int64))
         columns = dict(zip(table.column_names, table.columns, strict=True))
         own = {name: array.take(places) for name, array in self.values.items() if name in names}

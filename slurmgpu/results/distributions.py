@@ -16,7 +16,7 @@ from slurmgpu.util.json_values import nearest_float
 N_SAMPLED = 4096
 """The most rows of a sample; a file with fewer is read whole."""
 SAMPLE_BYTES = 64 << 20
-"""About the most bytes of a sample: rows may be large."""
+"""The most bytes of a sample, approximately."""
 _LEAST_SAMPLED = 8
 """The fewest rows of a sample, however large they are."""
 _N_STRETCHES = 64
@@ -36,9 +36,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Distribution:
-    """The numbers of a column, including elements of arrays, and the lengths of its texts and lists.
+    """The spread of a column's numbers, elements of arrays included, and of the lengths of its texts and lists.
 
-    None if a column has none. Failed items have no values, and JSON null does not count as a value.
+    None if a column has none of these. Failed items and JSON null do not count.
     """
 
     name: str

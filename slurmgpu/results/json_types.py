@@ -1,8 +1,8 @@
-"""The one type that all values of a JSON column have, for tables whose columns have types. Needs pyarrow.
+"""The common type of all values of a JSON column, for formats with typed columns. Needs pyarrow.
 
-Numbers are integers, or floats if one has a fraction and none would be rounded. Lists have elements of one type, and
-each field of mappings has one type; fields that a value lacks are null. Any other column has no type, and stays JSON
-text.
+Numbers are integers, or floats if one has a fraction and none would be rounded. The elements of lists have one type,
+and so has each field of mappings; a field that a value lacks is null. Any other column has no common type, and is
+written as JSON text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 _MOST_FIELDS = 256
-"""A mapping with more keys is a dictionary rather than a record."""
+"""A mapping with more keys counts as a dictionary, not as a record with fields."""
 _MOST_LEVELS = 16
 _EXACT, _LONG = 1 << 53, 1 << 63
 
@@ -28,8 +28,8 @@ class MixedError(ValueError):
 
 
 def common_kind(found: Kind, values: Sequence[Any]) -> Kind:
-    """The common kind of values, the first of which are of kind `found`; MixedError if they have none."""
-    if {str} >= set(map(type, values)) and found in (None, "text"):  # most columns, without a look at each value
+    """The common kind of values, and of earlier ones of kind `found`; MixedError if there is none."""
+    if {str} >= set(map(type, values)) and found in (None, "text"):  # a quick path for most columns
         return "text" if values else found
     for value in values:
         found = _merged(found, _kind_of(value, 0))
@@ -37,7 +37,7 @@ def common_kind(found: Kind, values: Sequence[Any]) -> Kind:
 
 
 def type_of(kind: Kind) -> pa.DataType | None:
-    """The Arrow type of a kind; None if it has none, because a mapping has no keys."""
+    """The Arrow type of a kind; None for mappings without keys, which Arrow cannot represent."""
     if kind is None:
         return pa.null()
     if isinstance(kind, str):
@@ -54,8 +54,7 @@ def common_types(
 ) -> dict[str, pa.DataType | None]:
     """The common Arrow type of each column's values: the null type if all are null, None if they have none.
 
-    Each of `parts` returns the values of a column in some rows, by name. The parts are read once, and not at all
-    without columns.
+    Each of `parts` returns the values of a column, given its name, in some of the rows. The parts are read once.
     """
     kinds: dict[str, Kind] = dict.fromkeys(names)
     for values_of in parts if kinds else ():

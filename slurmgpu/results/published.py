@@ -1,6 +1,6 @@
-"""The rows of a run as they are now, also while it is running: from merged.h5, and from shards that it lacks.
+"""The rows of a run at this moment, also while it is running: from merged.h5, and from shards that it lacks.
 
-    rows = RunRows(run)                 # one look; what is published later needs another one
+    rows = RunRows(run)                 # shards that are published later need a new one
     for row in rows.rows(10, 20):       # the items 10 to 19, in input order, without those that have no row yet
         print(row.index, row.error or row["text"])
 
@@ -87,9 +87,10 @@ class Block(NamedTuple):
 class RunRows:
     """The rows that a run has at this moment, in input order; a context manager.
 
-    A shard is read from merged.h5 if that has its first revision, or a later one whose own file cannot be read; others
-    are read from their newest whole file. `problems` names the damaged files. SlurmGPUError if merged.h5 is damaged;
-    with `verify` all of its bytes are verified at once, else those of each block before it is returned.
+    A shard without a later revision is read from merged.h5 if that has it, other shards from their newest file. If this
+    is damaged, its rows in merged.h5 are read, or an older revision; `problems` names the damaged files. SlurmGPUError
+    if merged.h5 is damaged; with `verify` all of its bytes are verified at once, else those of each block before it is
+    returned.
     """
 
     run: Run
@@ -167,7 +168,7 @@ class RunRows:
             yield from block.rows()
 
     def _among_runs(self, start: int, stop: int | None) -> tuple[int, int]:
-        """Items by their indices in the input, as items counted from 0 among the run's."""
+        """Convert items, given by their indices in the input, to positions among the run's items, from 0."""
         plan = self.run.plan
         first, last, _ = slice(start, stop).indices(plan.ranges[-1][1])
         return plan.n_before(first), plan.n_before(last)
@@ -221,7 +222,7 @@ class RunRows:
 
 
 class FileRows:
-    """The rows of a merged file or shard, with the interface of `RunRows`; bytes are verified once."""
+    """The rows of a merged file or shard, with the interface of `RunRows`. A merged file's bytes are verified once."""
 
     def __init__(self, merged: Merged) -> None:
         self.merged, self.columns = merged, merged.columns
@@ -247,7 +248,7 @@ class FileRows:
 
 
 def _verify(path: Path, run: Run, shard: int, verified: dict[Path, Identity]) -> None:
-    """Raise DamagedShardError if two reads find the file damaged, or written by another plan."""
+    """Raise DamagedShardError if the file is damaged, or of another plan, in two readings."""
     start, stop = run.plan.bounds(shard)
     with Reader(path) as reader:
         if verified.get(path) == (identity := reader.file.identity):

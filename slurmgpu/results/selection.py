@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slurmgpu.results.constants import Constants
 
 ROW_GROUP_BYTES = 32 << 20
-"""About the most bytes of an Arrow table."""
+"""The most bytes of an Arrow table, approximately."""
 
 
 class Source(Protocol):
@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class Chosen(NamedTuple):
-    """The rows of a block that were chosen: all, or those of a mask."""
+    """The chosen rows of a block: all of them, or those of a mask."""
 
     block: Block
     mask: npt.NDArray[np.bool_] | None
@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
         return self.block.stop - self.block.start if self.mask is None else int(self.mask.sum())
 
     def of(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the chosen rows, from one value for each row of the block."""
+        """The values of the chosen rows; `values` has one for each row of the block."""
         return list(values if self.mask is None else compress(values, self.mask))
 
 
@@ -191,7 +191,7 @@ class Selection:
         return to_arrow(found, block.failed, block.start, block.stop, self._types_of(columns))
 
     def _with_nulls(self, table: pa.Table) -> pa.Table:
-        """The table for a condition; a JSON column with only null fits any operation: later values may fit."""
+        """The table for a condition. A JSON column with only null keeps the null type, which fits any operation."""
         import pyarrow as pa
 
         for place, name in enumerate(table.column_names):

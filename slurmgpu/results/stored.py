@@ -17,7 +17,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.shards.open_file import OpenFile, ReplacedFileError
 
 _PART_BYTES = 1 << 20
-_NEAR_BYTES = 1 << 14  # between two rows, are read too, rather than by another call
+_NEAR_BYTES = 1 << 14  # a gap of this size between two rows is read, too, instead of a second call
 
 
 class Results:
@@ -36,7 +36,7 @@ class Results:
         """Fill `found` with the bytes from `start` on."""
         try:
             n_read = self._file.read_into(found, start)
-        except ReplacedFileError as error:  # a stale handle: an export that sees this cause starts over
+        except ReplacedFileError as error:  # a stale handle: an export starts over if it sees this cause
             raise SlurmGPUError(f"{self._path} was replaced while it was open. Open the new file.") from error.__cause__
         except OSError as error:
             raise SlurmGPUError(f"{self._path} cannot be read: {error.strerror}.") from error
@@ -48,7 +48,7 @@ class Results:
 
 
 class Dataset:
-    """An array in a file; a slice of it, without a step, is read into a new array."""
+    """An array in a file; a slice without a step is read into a new array."""
 
     def __init__(self, file: Results, dtype: str, shape: tuple[int, ...], offset: int) -> None:
         self._file, self._offset = file, offset
@@ -65,7 +65,7 @@ class Dataset:
         return found.view(self._dtype).reshape(n_rows, *self._shape[1:])
 
     def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """The rows with these numbers, in their order; neighbouring rows are read together."""
+        """The rows with these numbers, in this order; neighbouring rows are read together."""
         found, order = np.empty((len(rows), *self._shape[1:]), self._dtype), np.argsort(rows)
         placed, row_bytes = rows[order], max(1, self._row_bytes)
         is_far = (np.diff(placed) * row_bytes > _NEAR_BYTES) | (np.diff(placed * row_bytes // _PART_BYTES) > 0)

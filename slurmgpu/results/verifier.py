@@ -15,7 +15,7 @@ _CHUNK_BYTES = 1 << 18  # fits the L2 cache, so the checksum finds the bytes the
 
 
 class Verifier:
-    """Compares the bytes of an open merged file with their checksums, and remembers which are verified."""
+    """Compares the bytes of an open merged file with their checksums, each piece once."""
 
     def __init__(self, directory: Mapping[str, Any], table: bytes, file: Results) -> None:
         self._pieces = Pieces(directory, table)
@@ -70,7 +70,7 @@ class Verifier:
 
 
 def _is_whole(path: str) -> bool:
-    """Whether a dataset is always read as a whole."""
+    """Whether a dataset is always read completely."""
     return path in ("index", "error/offsets", "error/values")
 
 

@@ -17,7 +17,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class ArrayData:
-    """Rows of one shape, indexed like one NumPy array; results are copies."""
+    """Rows of one shape, indexed like a NumPy array; results are copies."""
 
     def __init__(self, column: Column, content: Stored) -> None:
         self.column, self.content = column, content
@@ -41,7 +41,7 @@ class ArrayData:
         values = self.column.read(stored)
         found = values[rest]
         is_part = isinstance(found, np.ndarray) and found.nbytes < values.nbytes
-        return found.copy() if is_part else found  # does not keep what else was read
+        return found.copy() if is_part else found  # a copy, so that the other rows read with it can be freed
 
     def _read(self, key: Any) -> tuple[npt.NDArray[Any], Any]:
         """The rows that `key` may need, and the key into those rows."""
@@ -59,7 +59,7 @@ class ArrayData:
                 return self._take(np.flatnonzero(chosen)), every
             if chosen.dtype.kind in "iu" and chosen.size and -len(self) <= chosen.min() <= chosen.max() < len(self):
                 return self._take(np.where(chosen < 0, chosen + len(self), chosen)), every
-        return self.content[:], key  # any other of NumPy's keys, or its error
+        return self.content[:], key  # NumPy handles any other key, or raises
 
     def _take(self, rows: npt.ArrayLike) -> npt.NDArray[Any]:
         numbers = np.asarray(rows, np.int64)
