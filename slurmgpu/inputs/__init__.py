@@ -1,9 +1,9 @@
 """The items of a run: the files that hold them, and random access to ranges of items.
 
-`find` expands the paths of a run file, `passed_over` says which files its globs leave out, `list_files` lists files
-that are items themselves, `scan` reads the files once at planning, `Reader` reads items later, `open_items` reads those
-of a run by their indices, `repack_table` writes a table from memory to files with random access, `promise`
-describes the output of a run that has not finished, and `concatenate` makes one input of several.
+At planning, `find` expands the paths of a run file, `passed_over` says which files its globs leave out, `list_files`
+lists files that are items themselves, and `scan` reads the files once. `repack_table` writes a table from memory to
+files with random access, `promise` describes the output of a run that has not finished, and `concatenate` makes one
+input of several. Later, `Reader` reads items, and `open_items` reads those of a run by their indices.
 docs/reference/inputs.md has the formats.
 
 May import: results, run, shards, util.

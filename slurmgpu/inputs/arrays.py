@@ -1,4 +1,4 @@
-"""NumPy's files: the rows of the array in a .npy, and of the arrays in a .npz."""
+"""NumPy files: rows of the array in a .npy, or of the arrays in a .npz."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FIELD = "array"
 """The field of an array without a name."""
 
 MOST_BYTES = 1 << 31
-"""The size of the arrays in a .npz that are in memory while it is read; larger ones are read by position."""
+"""The largest arrays of a .npz, together in bytes, that are kept in memory; larger ones are read by position."""
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""A member of a zip file: the lengths of its name and of what follows it, behind which its bytes lie."""
+"""The local header of a zip member: the lengths of its name and of its extra field, after which its bytes begin."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Place:
 
     def read(self, file: BinaryIO, path: str, start: int, stop: int) -> NDArray[Any]:
         """Rows start..stop-1."""
-        # Read, not mapped: a mapped file that is cut, or goes stale on NFS, kills the process.
+        # Not mapped into memory: a mapped file that is truncated, or goes stale on NFS, kills the process.
         content = np.empty((stop - start) * self.row_bytes, np.uint8)
         file.seek(self.begin + start * self.row_bytes)
         if file.readinto(content.data) != len(content):  # type: ignore[attr-defined]
@@ -51,9 +51,9 @@ class _Place:
 
 
 class ArrayRows:
-    """The rows of arrays of one length, each of which is in memory or has its place in the file.
+    """The rows of arrays of equal length, which are in memory or read from their places in the file.
 
-    A structured array has its `fields` as columns.
+    The columns of a structured array are its `fields`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ArrayRows:
 def _open_npy(path: str) -> ArrayRows:
     try:
         mapped = np.lib.format.open_memmap(path, mode="r")  # reads the header; no mapped page is touched
-    except ValueError as error:  # of another format, cut, without a row, or with Python objects
+    except ValueError as error:  # another format, truncated, without rows, or with Python objects
         raise SlurmGPUError(
             f"{path} has no intact array of numbers or texts: {error}. Write it with np.save, without pickle."
         ) from error
@@ -128,12 +128,12 @@ def _loaded(path: str) -> Mapping[str, NDArray[Any]]:
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     if odd := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
-        raise ValueError(f"its member {odd[0]!r} is no array")  # NumPy gives the bytes of such a one
+        raise ValueError(f"its member {odd[0]!r} is no array")  # NumPy returns bytes for it
     return arrays
 
 
 def _located(path: str, archive: zipfile.ZipFile, *, verify: bool) -> Mapping[str, _Place]:
-    """The places of the arrays in a .npz that is not compressed; with `verify`, its checksums are compared."""
+    """The places of the arrays in an uncompressed .npz; with `verify`, the checksums are compared."""
     members = archive.infolist()
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         size = sum(member.file_size for member in members)
@@ -148,7 +148,7 @@ def _located(path: str, archive: zipfile.ZipFile, *, verify: bool) -> Mapping[st
 
 
 def _places(file: BinaryIO, members: Sequence[zipfile.ZipInfo]) -> dict[str, _Place]:
-    """The places of arrays among the members of a .npz; ValueError for one without rows of its own."""
+    """The places of the arrays in a .npz, by name; ValueError for an array without rows."""
     found = {}
     for member in members:
         file.seek(member.header_offset)

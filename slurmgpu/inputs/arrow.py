@@ -10,7 +10,7 @@ from slurmgpu.inputs.tables import Groups, Tables, damage, raise_if_disk_failed
 from slurmgpu.util.packages import check_pyarrow
 
 MOST_BYTES = 1 << 31
-"""The most memory for a compressed stream, which has to be unpacked from its beginning on."""
+"""The most memory for a compressed stream, which must be unpacked from its beginning."""
 
 _FILE_MAGIC = b"ARROW1"
 _FEATHER_1 = b"FEA1"
@@ -59,7 +59,7 @@ class ArrowRows(Groups):
             stream = pa.ipc.open_stream(self._source)
             schema, self._batches = stream.schema, []
             for batch in stream:
-                self._batches.append(batch)  # it refers to the mapped file, unless that is compressed
+                self._batches.append(batch)  # takes no memory unless it is compressed: it refers to the mapped file
                 if pa.total_allocated_bytes() - before > MOST_BYTES:
                     raise SlurmGPUError(
                         f"{path} is a compressed stream of more than {MOST_BYTES >> 30} GiB, in which finding a row "
@@ -70,7 +70,7 @@ class ArrowRows(Groups):
         super().__init__(path, sizes, schema.names)
 
     def _check_end(self, path: str) -> None:
-        """SlurmGPUError unless the file ends where its stream does, by the mark that tells of all batches."""
+        """SlurmGPUError unless the file ends with the end mark of its stream."""
         end, size = self._source.tell(), self._source.size()
         self._source.seek(max(0, end - len(_END)))
         if self._source.read(len(_END)) != _END:
@@ -79,7 +79,7 @@ class ArrowRows(Groups):
             raise SlurmGPUError(f"{path} has {size - end} bytes after its end; expected one stream. Write it again.")
 
     def load(self, group: int) -> Any:
-        """A record batch, whose offsets and texts have been checked: Arrow has no checksums."""
+        """A record batch. Its offsets and texts are checked, because Arrow has no checksums."""
         batch = self._batches[group] if self._reader is None else self._reader.get_batch(group)
         batch.validate(full=True)
         return batch

@@ -34,9 +34,9 @@ def without_suffix(path: Path) -> Path:
 
 @contextlib.contextmanager
 def decompressing(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
-    """The content of a file, for `read`, which gives as many bytes as are asked for until the end.
+    """The content of a file as a stream, whose `read` returns as many bytes as asked for, until the end.
 
-    SlurmGPUError, also from within the block, if the file is damaged, cut short, or has something behind its last
+    SlurmGPUError, also from within the block, if the file is damaged, truncated, or has other bytes after its last
     member.
     """
     suffix = suffix_of(path)
@@ -46,7 +46,7 @@ def decompressing(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
     try:
         yield _stream(file, path, suffix)
     except (EOFError, _DamagedError, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # of the disk
+        if getattr(error, "errno", None) is not None:  # the disk failed
             raise
         raise SlurmGPUError(
             f"{path} is not a complete {suffix} file: {error}. If a copy or download was interrupted, repeat it; "
@@ -62,7 +62,7 @@ def _stream(file: BinaryIO, path: Path, suffix: str) -> BinaryIO:
         members = _Members(file, bz2.BZ2Decompressor, OSError)
     elif suffix == ".gz":
         with contextlib.suppress(ImportError):
-            from isal import igzip_lib  # three times as quick as zlib
+            from isal import igzip_lib  # three times as fast as zlib
 
             make = functools.partial(igzip_lib.IgzipDecompressor, flag=igzip_lib.DECOMP_GZIP)
             members = _Members(file, make, cast(type[Exception], igzip_lib.IsalError))
@@ -71,7 +71,7 @@ def _stream(file: BinaryIO, path: Path, suffix: str) -> BinaryIO:
     check_pyarrow(f"Reading {path} needs")
     import pyarrow as pa
 
-    # Unlike the module gzip, it refuses what stands behind the last member, which may be a damaged one.
+    # Unlike the module gzip, it refuses bytes after the last member, which may be a damaged member.
     return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(file, mode="r"), _CODECS[suffix]))
 
 
@@ -80,7 +80,7 @@ class _DamagedError(Exception):
 
 
 class _Decoder(Protocol):
-    """Decodes one member, as `lzma.LZMADecompressor`."""
+    """Decodes one member; the interface of `lzma.LZMADecompressor`."""
 
     @property
     def eof(self) -> bool: ...
@@ -95,9 +95,9 @@ class _Decoder(Protocol):
 
 
 class _Members(io.RawIOBase):
-    """The content of a file of members, one behind the other; `lzma.open` takes a damaged second one for the end.
+    """The content of a file with several members; `lzma.open` takes a damaged second member for the end of the file.
 
-    Each has a decoder of its own, which raises `damage`; bytes of `padding` may stand between them.
+    Each member has its own decoder, which raises `damage`. Bytes of `padding` may lie between members.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class _Members(io.RawIOBase):
                 return len(found)
 
     def _next_member(self, data: bytes) -> bytes:
-        """The first bytes of the next member, behind padding; empty at the end of the file."""
+        """The first bytes of the next member, after padding; empty at the end of the file."""
         while not (data := data.lstrip(self._padding)):
             if not (data := self._file.read(_READ_BYTES)):
                 break

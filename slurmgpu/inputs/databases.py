@@ -43,7 +43,7 @@ class Query:
 
 
 def query_in(named: str | Sequence[str], base: Path) -> Query | None:
-    """The query that an input names, if it is one; SlurmGPUError if its rows have no order, or it is one of several."""
+    """The query that an input names; None for files. SlurmGPUError for a query without ORDER BY, or beside others."""
     names = [named] if isinstance(named, str) else named
     found = next((name for name in names if name.startswith(PREFIXES)), None)
     if found is None:
@@ -68,9 +68,9 @@ def query_in(named: str | Sequence[str], base: Path) -> Query | None:
 def repack_query(
     query: Query, folder: Path, index: Path, *, stride: int, progress: Callable[[int, int], None] | None = None
 ) -> InputSpec:
-    """The spec of the rows of a query, which are written to `folder`; the index, to `index`.
+    """Write the rows of a query to `folder`, and their index to `index`; return their spec.
 
-    The database is read only. SlurmGPUError for a query that fails, gives no rows, or a column of several types.
+    The database is only read. SlurmGPUError if the query fails, gives no rows, or if a column has several types.
     """
     check_pyarrow(f"A query of {query.path} is repacked, which needs", in_tasks=True)
     try:
@@ -87,7 +87,7 @@ def repack_query(
 
 
 def _has_order(sql: str) -> bool:
-    """Whether ORDER BY stands outside of all parentheses, texts and comments."""
+    """Whether the query has ORDER BY outside of parentheses, texts and comments."""
     depth = 0
     for found in _ORDER.finditer(_NOT_SQL.sub(" ", sql)):
         if found[0] in "([":
@@ -100,13 +100,13 @@ def _has_order(sql: str) -> bool:
 
 
 def _pack_sqlite(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
-    """The columns, and the file of the rows, which are read twice: any value of a column may be of another type."""
+    """The columns, and the file of the rows. They are read twice, because any value may change its column's type."""
     import pyarrow as pa
 
     try:
         with closing(sqlite3.connect(f"file:{quote(str(query.path))}?mode=ro", uri=True)) as database:
             database.isolation_level = None
-            database.execute("BEGIN")  # both readings see the database as it is now
+            database.execute("BEGIN")  # both readings see the same rows
             cursor = database.execute(query.sql)
             columns = _checked_columns(query, [each[0] for each in cursor.description or ()])
             types: list[set[type]] = [set() for _ in columns]

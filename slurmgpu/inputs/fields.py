@@ -16,12 +16,12 @@ from slurmgpu.util.json_values import MOST_LEVELS, is_too_deep, json_value
 _FIRST_ITEMS = 100
 """How many items to search for fields in an input without a header (JSONL)."""
 _STEP = 10
-"""How many of them are read at once."""
+"""The number of items in each read of that search."""
 
 
 @dataclass(frozen=True)
 class InputFields:
-    """The fields of an input at planning: its columns or, without a header, those of its first items.
+    """The fields of an input at planning: its columns or, without a header, the fields of its first items.
 
     `called` names the input in messages.
     """
@@ -48,9 +48,9 @@ class InputFields:
                 )
 
     def refuse(self, unwanted: Collection[str], whose: str, advice: Mapping[str, str]) -> None:
-        """SlurmGPUError if the input has a field whose name means something else to `whose`.
+        """SlurmGPUError if the input has an `unwanted` field, whose name means something else to `whose`.
 
-        `advice` says what, by name; it is a value under [settings] otherwise.
+        `advice` says what it means, by name; for other names it is a value under [settings].
         """
         if both := sorted({*unwanted} & {*self._known(unwanted)}):
             if both[0] in advice:
@@ -61,7 +61,7 @@ class InputFields:
             )
 
     def _known(self, wanted: Collection[str]) -> Collection[str]:
-        """The columns, or the fields of the first items; reads no more than needed to find all `wanted` ones."""
+        """The columns, or the fields of the first items; reads only until all `wanted` ones are found."""
         if self.spec.columns is not None:
             return self.spec.columns
         found: set[str] = set()
@@ -76,7 +76,7 @@ class InputFields:
 
 
 def columns_kept(keep: Sequence[str], rename: Mapping[str, str], columns: Collection[str]) -> dict[str, str]:
-    """The kept fields by the names of their columns; SlurmGPUError for a name that exists twice.
+    """The fields to keep, by the names of their columns; SlurmGPUError if two columns have one name.
 
     `columns` are those of the workload.
     """
@@ -103,7 +103,7 @@ def columns_kept(keep: Sequence[str], rename: Mapping[str, str], columns: Collec
 
 
 def with_kept(columns: Mapping[str, Column], kept: Mapping[str, str]) -> dict[str, Column]:
-    """The columns of a workload and those of kept fields."""
+    """The columns of a workload, and those for the fields that rows keep."""
     return {**columns, **dict.fromkeys(kept, Json())}
 
 
@@ -119,6 +119,6 @@ def check_kept(kept: Mapping[str, str], data: Mapping[str, Any]) -> None:
 
 
 def kept_values(kept: Mapping[str, str], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of those kept fields that an item has, by column; without those that no column can hold."""
+    """The values of an item's kept fields, by column; without fields that it lacks or that no column can hold."""
     there = {name: data[field] for name, field in kept.items() if field in data}
     return {name: json_value(value) for name, value in there.items() if not is_too_deep(value)}

@@ -1,4 +1,4 @@
-"""Files that are items themselves, as in a folder of images: list them at planning, check each when it is read."""
+"""Files that are items themselves, such as images in a folder: list them at planning, check each when it is read."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _IMAGES = ("avif", "bmp", "dcm", "gif", "heic", "jp2", "jpeg", "jpg", "jxl", "ni
 _AUDIO = ("aac", "aif", "aiff", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma")
 _VIDEO = ("avi", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "webm", "wmv")
 _MEDIA = frozenset({*_IMAGES, "tif", "tiff", "webp", *_AUDIO, *_VIDEO, "pdf"})
-"""Suffixes of files that are items wherever they are named."""
+"""Suffixes of files that are always items themselves."""
 
 FIELDS = ("path", "key", "name")
 _AT_ONCE, _OF_A_THREAD = 4096, 128
 _LISTED = 4
-"""Patterns in a refusal's list."""
+"""The most patterns that an error message proposes."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of an input in order, each one's path and key, and the folders that the input names."""
+    """The files of an input in order, each with its path and key, and the folders that the input names."""
 
     members: Sequence[tuple[str, str]]
     roots: tuple[str, ...]
 
     def write(self, path: Path) -> tuple[str, tuple[str, ...]]:
-        """Write the listing with each file's size and time; a line about it, and the folders that the files lie in."""
+        """Write the listing, with each file's size and time; return a line about it, and the folders of the files."""
         total, folders = 0, dict.fromkeys(self.roots)
         with open(path, "w", encoding="ascii") as file, ThreadPoolExecutor(16) as beside:
-            for start in range(0, len(self.members), _AT_ONCE):  # a pool takes all that it is given at once
+            for start in range(0, len(self.members), _AT_ONCE):  # a pool would queue all of them at once
                 some = self.members[start : start + _AT_ONCE]
                 parts = [some[at : at + _OF_A_THREAD] for at in range(0, len(some), _OF_A_THREAD)]
                 looks = chain.from_iterable(beside.map(_look_at_all, parts))
@@ -66,9 +66,9 @@ class Listing:
 
 
 def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
-    """The files that are items themselves; None for an input whose files hold the items.
+    """The files that are items themselves; None for an input whose files contain the items.
 
-    SlurmGPUError where one is named with the other, or where a folder leaves open which is meant.
+    SlurmGPUError if the input names both kinds, or if it is unclear which kind a folder has.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if empty := [pattern for pattern in patterns if not pattern.removeprefix(FILES)]:
@@ -94,10 +94,10 @@ def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
 
 
 class Files(Lines, format="files"):
-    """The files of a listing; an item's data is its `path`, its `key`, and its `name`, the key with the suffix."""
+    """The files of a listing. An item's data has its `path`, its `key`, and its `name`, the key with the suffix."""
 
     def recognises(self, path: Path) -> bool:
-        """No file of a user's: planning writes listings."""
+        """False: users do not name listings, which planning writes."""
         return False
 
     def preview(self, file: BinaryIO, found: Preview) -> Preview:
@@ -109,12 +109,12 @@ class Files(Lines, format="files"):
         return json_object(record)
 
     def open(self, path: str, columns: Sequence[str] | None, find: Find) -> Rows:
-        """The files of a listing, which are looked at when they are read."""
+        """The files of a listing. Each is checked when it is read."""
         return FileRows(super().open(path, columns, find))
 
 
 class FileRows:
-    """The files of a listing, as items; one that has changed since planning is an ItemError."""
+    """The files of a listing as items, with an ItemError for each file that has changed since planning."""
 
     def __init__(self, lines: Rows) -> None:
         self._lines = lines
@@ -130,15 +130,15 @@ class FileRows:
         return [line if isinstance(line, ItemError) else self._checked(line) for line in lines]
 
     def _checked(self, line: Mapping[str, Any]) -> Mapping[str, Any] | ItemError:
-        """The data of a file; an error if it is not the one that was planned."""
+        """The data of a file; an error if it has changed since planning or cannot be read."""
         path, shown = line["path"], as_text(line["path"])
         try:
             status = retried(lambda: os.stat(path), self._patience_s)  # noqa: PTH116 - a Path is slower, of a million
         except OSError as error:
             if is_transient(error):
-                # If the folder cannot be looked at either, it is no fault of the file.
+                # If its folder cannot be read, either, this raises: the file is not at fault.
                 os.stat(os.path.dirname(path))  # noqa: PTH116, PTH120
-                self._patience_s = BRIEF_PATIENCE_S  # for the next: all of a broken disk may be such
+                self._patience_s = BRIEF_PATIENCE_S  # for later files: a broken disk may fail for all of them
             return ItemError(f"{shown} cannot be read: {error.strerror}")
         return _unchanged(line, shown, status)
 
@@ -158,7 +158,7 @@ def _unchanged(line: Mapping[str, Any], shown: str, status: os.stat_result) -> M
 
 
 def as_text(name: str) -> str:
-    """A file's name as valid Unicode: bytes that are no UTF-8 are written in hexadecimal."""
+    """A file's name as valid Unicode; bytes that are not UTF-8 are written in hexadecimal."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
@@ -167,7 +167,7 @@ def _look_at_all(members: Sequence[tuple[str, str]]) -> list[tuple[int, int, lis
 
 
 def _look_at(path: str) -> tuple[int, int, list[str]]:
-    """A file's size and time, and the folders on the way to it through links; -1 if it cannot be read."""
+    """A file's size and time, and the folders that links lead through; -1 if it cannot be read."""
     folders = [os.path.dirname(path)]  # noqa: PTH120
     try:
         status = os.lstat(path)
@@ -184,7 +184,7 @@ def _look_at(path: str) -> tuple[int, int, list[str]]:
 
 
 def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | None:
-    """The folder that a pattern begins with, and its files with their keys; None if they hold items."""
+    """The folder that a pattern begins with, and its files with their keys; None if the files contain items."""
     if pattern.startswith((hub.PREFIX, *databases.PREFIXES)):
         return None
     is_explicit = pattern.startswith(FILES)
@@ -218,7 +218,7 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
 
 
 def _walked(folder: str) -> Iterator[str]:
-    """The files of a folder at any depth, without hidden ones; a folder that is reached twice, once."""
+    """The files of a folder at any depth, without hidden ones. A folder that links reach twice is listed once."""
     seen: set[tuple[int, int]] = set()
     for where, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
         status = os.stat(where)  # noqa: PTH116
@@ -235,7 +235,7 @@ def _raise(error: OSError) -> None:
 
 
 def _refuse_unclear(pattern: str, root: str, paths: Sequence[str]) -> None:
-    """SlurmGPUError for files that hold items, and for media among others."""
+    """SlurmGPUError for a folder whose files contain items, or that has media beside other files."""
     suffixes, examples = Counter(map(_as_written, paths)), {_as_written(path): path for path in paths}
     media = [suffix for suffix, _ in suffixes.most_common() if suffix.lower() in _MEDIA]
     holding = {suffix for suffix, path in examples.items() if suffix not in media and recognised(Path(path))}
@@ -247,7 +247,7 @@ def _refuse_unclear(pattern: str, root: str, paths: Sequence[str]) -> None:
         for suffix, _ in suffixes.most_common(3)
         if suffix in holding or suffix in media
     ]
-    if len(media) > 1:  # which may differ in the case of their letters alone, as patterns do
+    if len(media) > 1:  # suffixes may differ only by case, which patterns distinguish
         choices.append(f"a list for several, such as {[f'{shown}/**/*.{suffix}' for suffix in media[:_LISTED]]}")
     counted = [
         count_of(n, f".{suffix} file" if suffix else "file without a suffix") for suffix, n in suffixes.most_common(4)
@@ -263,7 +263,7 @@ def _suffix(path: str) -> str:
 
 
 def _as_written(path: str) -> str:
-    """The suffix of a path, as a pattern has to name it."""
+    """The suffix of a path as it is written, for a pattern."""
     return os.path.splitext(path)[1][1:]  # noqa: PTH122 - as above
 
 
@@ -273,7 +273,7 @@ def _key(path: str, root: str) -> str:
 
 
 def _parts(path: str) -> str:
-    """A key to sort paths part by part, as `Path` does: a folder before one whose name begins with its name."""
+    """A key to sort paths part by part, as `Path` does: `a/x` comes before `a b/x`."""
     return path.replace("/", "\0")
 
 
@@ -284,7 +284,7 @@ def _before_magic(path: str) -> str:
 
 
 def _outermost(folders: Iterable[str]) -> tuple[str, ...]:
-    """The folders, and where links among them lead, without those that lie within another one."""
+    """The folders and the targets of links among them, without folders inside of another one."""
     found = sorted({name for folder in folders for name in (folder, os.path.realpath(folder))}, key=_parts)
     kept: list[str] = []
     for folder in found:

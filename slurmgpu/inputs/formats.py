@@ -53,15 +53,15 @@ _CONVERTED = {
     **dict.fromkeys((".xlsx", ".xls"), _OF_EXCEL),
     **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), _OF_FASTA),
 }
-"""Advice for suffixes of formats that are not read, although they resemble one: renaming the file does not help."""
+"""Advice for suffixes of formats that resemble a supported one, but cannot be read under another name."""
 
 CHUNK_BYTES = 1 << 20
-"""How much of a file is read at once for indexing."""
+"""The bytes of a file that are read at once for indexing."""
 
 Find = Callable[[int, int], tuple[int, int, int | None]]
 """Maps items start..stop-1 of a file to an indexed item at or before `start`, its offset, and the end of reading.
 
-The end is None where the file must be read to its end."""
+The end is None if the file must be read to its end."""
 
 
 class Rows(Protocol):
@@ -76,10 +76,10 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Preview:
-    """The facts that a file's first bytes and its size show.
+    """What a file's first bytes and its size show.
 
     `columns` are the names that every item has; without columns, `keys` are those of the first items. The records of
-    an indexed file lie in bytes `begin` to `end`, the first one in line `line`; for other files `end` is the number of
+    an indexed file are in bytes `begin` to `end`, the first one in line `line`; for other files `end` is the number of
     items.
     """
 
@@ -99,7 +99,7 @@ class Preview:
 
 
 def refuse_changed(found: Preview, status: os.stat_result) -> None:
-    """Raise SlurmGPUError if a file has another size or time than when it was looked at."""
+    """Raise SlurmGPUError if a file's size or time has changed since its preview."""
     if (status.st_size, status.st_mtime_ns) != (found.size_bytes, found.mtime_ns):
         raise SlurmGPUError(
             f"Input {found.path} changed while it was read. Wait until nothing writes to it, then plan again."
@@ -116,10 +116,10 @@ class Format(ABC):
     is_indexed: ClassVar[bool] = False
     """Whether `index` records the offsets of items for `open`."""
     may_be_compressed: ClassVar[bool] = False
-    """Whether files of another suffix behind their own, such as `.gz`, are repacked at planning."""
+    """Whether compressed files, with a further suffix such as `.gz`, are repacked at planning."""
 
     grows: ClassVar[bool] = False
-    """Whether a file that got more lines at its end has the same items before them."""
+    """Whether appending to a file leaves its earlier items unchanged."""
 
     def __init_subclass__(cls, format: str | None = None) -> None:  # noqa: A002 - as `kind` is a column's
         if format is not None:
@@ -132,10 +132,10 @@ class Format(ABC):
 
     @abstractmethod
     def preview(self, file: BinaryIO, found: Preview) -> Preview:
-        """`found` with what the file's first bytes show; SlurmGPUError if it has another format."""
+        """Add to `found` what the file's first bytes show; SlurmGPUError if it has another format."""
 
     def index(self, found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
-        """The number of items, found while the file's chunks pass by in order."""
+        """The number of items; all chunks of the file must be consumed, in order."""
         for _ in chunks:
             pass
         return found.end
@@ -170,16 +170,16 @@ def _recognised(path: Path) -> Format | None:
 
 @functools.cache
 def _names() -> list[str]:
-    return FORMATS.names()  # takes 15 ms, and is asked for each folder that a glob matches
+    return FORMATS.names()  # takes 15 ms, and is called for each folder that a glob matches
 
 
 def is_compressed(path: Path, its_format: Format) -> bool:
-    """Whether a file name is one of the format behind which stands a compression that the format does not read."""
+    """Whether a file is compressed in a way that its format does not read itself, by its name."""
     return suffix_of(path) is not None and not its_format.recognises(path)
 
 
 def _query_of(path: Path, suffix: str) -> str:
-    """A sentence that says how a database is an input, if the suffix is one of databases."""
+    """A sentence on how to name a query as the input, if the suffix is a database's."""
     kind = {".db": "sqlite", ".sqlite": "sqlite", ".sqlite3": "sqlite", ".duckdb": "duckdb"}.get(suffix.lower())
     return f" For a database write a query: '{kind}:{path}?SELECT … ORDER BY …'." if kind else ""
 

@@ -17,7 +17,7 @@ from slurmgpu.util.exceptions import described
 
 PREFIX = "hf://"
 CONVERTED = "refs/convert/parquet"
-"""The revision into which the hub converts data sets: CONFIG/SPLIT/0000.parquet."""
+"""The revision with the hub's own conversion of a data set: CONFIG/SPLIT/0000.parquet."""
 
 _NAMED = re.compile(
     r"datasets/(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>refs/convert/\w+|refs/pr/\d+|[^/]+))?(?:/(?P<path>.+))?"
@@ -40,15 +40,15 @@ class Dataset:
 
 
 def download(named: str, *, newest: bool = False) -> list[Path]:
-    """The files of a data set in the hub's cache, in order; those that are missing are downloaded.
+    """The files of a data set in the hub's cache, in order; missing files are downloaded.
 
-    A revision is what the cache has for it, if all the files are there; with `newest` the hub is asked. SlurmGPUError
-    if they cannot be had, or if the hub converted only a part of the data set.
+    If the cache has all files of a revision, the hub is not asked, except with `newest`. SlurmGPUError if a file cannot
+    be downloaded, or if the hub has converted only a part of the data set.
     """
     dataset, library = _parse(named), _library(named)
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of each retry
+    logger.setLevel(logging.ERROR)  # otherwise it warns of each retry
     try:
         if not newest and (found := _cached(library, dataset)):
             return found
@@ -57,7 +57,7 @@ def download(named: str, *, newest: bool = False) -> list[Path]:
         return _fetched(library, replace(dataset, revision=commit), names)
     except SlurmGPUError:
         raise
-    except Exception as error:  # its errors share no base class
+    except Exception as error:  # the library's errors share no base class
         if (refusal := _refusal(dataset, error)) is not None:
             raise refusal from error
         if newest and (found := _cached(library, dataset)):
@@ -73,7 +73,7 @@ def download(named: str, *, newest: bool = False) -> list[Path]:
 
 
 def _cached(library: Any, dataset: Dataset) -> list[Path] | None:
-    """The files in the cache; None if it lacks one of them, or does not know which there are."""
+    """The files in the cache; None if one is missing, or if the cache does not list the files."""
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
     try:
@@ -132,7 +132,7 @@ def _fetched(library: Any, dataset: Dataset, names: Sequence[str], *, offline: b
 
 
 def _chosen(dataset: Dataset, names: Sequence[str]) -> list[str]:
-    """The files of the hub that a path or a glob names, sorted."""
+    """The files on the hub that a path or a glob names, sorted."""
     fits: Callable[[str], object] = re.compile(_regex(dataset.path)).fullmatch
     chosen = [dataset.path] if dataset.path in names else sorted(filter(fits, names))
     if not chosen:
@@ -164,7 +164,7 @@ def _regex(pattern: str) -> str:
 
 
 def _refusal(dataset: Dataset, error: Exception) -> SlurmGPUError | None:
-    """Advice for an error of the hub; None if the hub was not reached."""
+    """An error with advice, if the hub has answered; None if it was not reached."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     where = f"{PREFIX}datasets/{dataset.name}"
     if "GatedRepoError" in kinds:

@@ -22,7 +22,7 @@ _OFFSET = struct.Struct("<q")
 
 
 class IndexWriter:
-    """Writes the index during the scan of all `n_items`; `publish` makes it appear at `path`, all or nothing."""
+    """Writes the index while the input is scanned; `publish` renames it to `path`."""
 
     def __init__(self, path: Path, *, stride: int, n_files: int) -> None:
         self.n_items = 0
@@ -42,12 +42,12 @@ class IndexWriter:
         self._partial.unlink(missing_ok=True)
 
     def begin_file(self, offset: int) -> None:
-        """Start the next file, whose first item lies at `offset`."""
+        """Start the next file, whose first item is at byte `offset`."""
         self._begins.append(offset)
         self.add(np.array([offset]))
 
     def add(self, offsets: NDArray[np.intp]) -> None:
-        """Add the offsets of the next items in the present file."""
+        """Add the byte offsets of the next items of this file."""
         kept = offsets[-self.n_items % self._stride :: self._stride]
         self._file.write(kept.astype("<i8").tobytes())
         self.n_items += len(offsets)
@@ -96,10 +96,10 @@ class Index:
         self._file.close()
 
     def span(self, number: int, items: range, start: int, stop: int) -> tuple[int, int, int | None]:
-        """The place of items start..stop-1 of the input in file `number`, which holds the items `items`.
+        """Where to read items start..stop-1 of the input in file `number`, which holds the items `items`.
 
-        Returns the last indexed item up to `start`, its offset, and the offset of the first indexed item from `stop`
-        on; None to read to the file's end.
+        Returns the last indexed item up to `start`, its offset in bytes, and the offset of the first indexed item at
+        or after `stop`; None for the latter means the file's end.
         """
         item = start - start % self._stride
         if item in items:
@@ -116,14 +116,14 @@ class Index:
 
 
 def _check_header(header: bytes, size: int, spec: InputSpec) -> None:
-    """ValueError says what is wrong with the header or the file size."""
+    """Raise ValueError if the header or the file size is wrong."""
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
         raise ValueError("it is not an index")
     _, version, stride, n_files, n_offsets, digest = _HEADER.unpack(header)
     if version != VERSION:
         raise ValueError(f"it has version {version}; this slurmgpu reads version {VERSION}")
     n_items = sum(file.n_items for file in spec.files)
-    # It has neither files nor offsets if the input's items are not found by offsets.
+    # The index of an input whose items are found without offsets has no files and no offsets.
     counts = (len(spec.files), -(-n_items // max(spec.stride, 1))) if n_files else (0, 0)
     if (stride, digest.hex(), n_files, n_offsets) != (spec.stride, spec.digest, *counts):
         raise ValueError("it belongs to another plan")

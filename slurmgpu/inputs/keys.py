@@ -16,7 +16,7 @@ from slurmgpu.util.amounts import count_of
 from slurmgpu.util.json_values import json_value
 
 LENGTH = 160
-"""A name is cut at this many characters."""
+"""The most characters of a name; longer ones are cut."""
 READ_AT_ONCE = 1024
 
 
@@ -27,9 +27,9 @@ def name_by(key: str, data: Mapping[str, Any]) -> str | None:
 
 
 def check_names(spec: InputSpec, index: Path, key: str) -> str | None:
-    """A sentence on items without a name by `key`, and on those that share one; None if all have their own.
+    """A note on items without a name, and on items that share one; None if the field `key` names all items uniquely.
 
-    Reads the input once, and holds about 40 bytes for each item.
+    Reads the input once, and needs about 40 bytes of memory for each item.
     """
     if any(file.size_bytes == PROMISED for file in spec.files):
         return None
@@ -46,7 +46,7 @@ def check_names(spec: InputSpec, index: Path, key: str) -> str | None:
     order = np.argsort(hashes, kind="stable")
     is_same = hashes[order[1:]] == hashes[order[:-1]]
     if is_same.any():
-        # The first item whose name an item before it has, and that item.
+        # The first item that has the name of an earlier one, and that one.
         place = np.flatnonzero(is_same)[np.argmin(order[1:][is_same])]
         first, second = numbers[order[place : place + 2]].tolist()
         n_shared = int((np.append(is_same, False) | np.append(False, is_same)).sum())
@@ -81,9 +81,9 @@ def cut(text: str) -> str:
 
 
 def _text(value: Any) -> str | None:
-    """A key as text, in one line and as it is typed: texts as they are, others as JSON."""
+    """A key as text in one line: a text unchanged, other values as JSON."""
     plain = json_value(value)
-    if plain is None:  # NaN as well, which pandas has for what is missing
+    if plain is None:  # also for NaN, by which pandas marks missing values
         return None
     text = " ".join((plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)).split())
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

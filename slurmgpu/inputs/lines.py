@@ -29,13 +29,13 @@ _DECODER = json.JSONDecoder()
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1 << 16
 _N_RECORDS = 100
-_N_SAMPLED_CHUNKS = 64  # of each file, evenly spread
-_N_SAMPLED_RECORDS = 8  # of each of these chunks
+_N_SAMPLED_CHUNKS = 64  # in each file, evenly spread
+_N_SAMPLED_RECORDS = 8  # in each of these chunks
 _NOT_UTF8 = "expected UTF-8"
 
 
 class Lines(Format):
-    """A format whose items are lines, or records of several lines; the index has every `stride`-th offset."""
+    """A format whose items are lines, or records of several lines; the index has every `stride`-th item's offset."""
 
     is_indexed = may_be_compressed = grows = True
     quoting: ClassVar[bool] = False
@@ -46,10 +46,10 @@ class Lines(Format):
 
     @abstractmethod
     def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
-        """The data of a record; ItemError says what was expected and found."""
+        """The data of a record; ItemError if it is malformed."""
 
     def header(self, record: bytes, path: str) -> tuple[str, ...]:
-        """The column names, for formats that `has_header`; SlurmGPUError if invalid."""
+        """The column names, for formats with a header; SlurmGPUError if the header is invalid."""
         raise NotImplementedError
 
     def preview(self, file: BinaryIO, found: Preview) -> Preview:
@@ -61,7 +61,7 @@ class Lines(Format):
         return found if found.is_empty else self._preview_records(self._first_records(file, found), found)
 
     def preview_stream(self, stream: BinaryIO, found: Preview) -> Preview:
-        """Like `preview`, for a file that can only be read from its beginning; `end` is beyond the first items."""
+        """Like `preview`, for a file that can only be read from its beginning; `end` is after the first items."""
         head, size = b"", len(_BOM) + _HEAD_BYTES
         while True:
             head += stream.read(size + 1 - len(head))
@@ -85,7 +85,7 @@ class Lines(Format):
         return replace(found, keys=frozenset[str]().union(*items))
 
     def index(self, found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
-        """Add the offsets of a file's records to the index while its chunks pass by; their number."""
+        """Add the offsets of a file's records to the index; return their number."""
         source = LineParser(self, found.path, found.columns)
         finder = RecordFinder(found.path, found.begin, found.end, line=found.line, quoting=self.quoting)
         n_before = writer.n_items
@@ -105,7 +105,7 @@ class Lines(Format):
         n_items = writer.n_items - n_before
         file.seek(finder.last_start)
         last = file.read(found.end - finder.last_start)
-        source.check(n_items - 1, split(last, quoting=self.quoting)[0])  # shows an interrupted copy
+        source.check(n_items - 1, split(last, quoting=self.quoting)[0])  # finds an interrupted copy
         return n_items
 
     def open(self, path: str, columns: Sequence[str] | None, find: Find) -> Rows:
@@ -194,7 +194,7 @@ class Txt(Lines, format="txt"):
 
 
 def sampling_distance(size_bytes: int) -> int:
-    """The distance of sampled chunks of a file."""
+    """The distance between sampled chunks of a file, in chunks."""
     return 1 + size_bytes // (CHUNK_BYTES * _N_SAMPLED_CHUNKS)
 
 
@@ -207,9 +207,9 @@ class LineParser:
     columns: Sequence[str] | None
 
     def parse(self, item: int, record: bytes) -> Mapping[str, Any] | ItemError:
-        """The data of the file's `item`-th item (0-based); an ItemError names the line.
+        """The data of the file's `item`-th item, from 0; an ItemError, which names the line, if it is malformed.
 
-        If records may span lines it names the record instead, counted from 1 after the header.
+        If records may span lines, the error names the record instead, counted from 1 after the header.
         """
         try:
             return self.format.parse(record.removesuffix(b"\r"), self.columns or ())
@@ -248,8 +248,8 @@ class LineRows:
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         """Items start..stop-1 of this file.
 
-        A block of which few items are read stays in memory: the next ones, as of items that are computed again, may
-        lie in the same.
+        If few items of a block are read, the block stays in memory: later calls, such as for recomputed items, may read
+        others of it.
         """
         first, begin, end = self._find(start, stop)
         if (begin, end) == self._place:
@@ -274,7 +274,7 @@ def _decode(record: bytes) -> str:
 
 
 def _refused(found: str) -> SlurmGPUError:
-    """The refusal of an input with such a record."""
+    """The error for an input that has such a record."""
     if _NOT_UTF8 not in found:
         return SlurmGPUError(f"{found}. Correct it and plan again.")
     return SlurmGPUError(
@@ -287,11 +287,11 @@ def json_object(record: bytes) -> dict[str, Any]:
     """The JSON object in a line; ItemError says what was found instead."""
     try:
         text = record.decode()
-        value, end = _DECODER.raw_decode(text)  # half the time of json.loads, which also looks for blanks
+        value, end = _DECODER.raw_decode(text)  # takes half the time of json.loads, which also skips blanks
         if end == len(text) and type(value) is dict:
             return value
     except (ValueError, RecursionError):
-        pass  # below it is found out what is wrong
+        pass  # the code below finds out what is wrong
     if not record:
         raise ItemError("expected a JSON object, found an empty line")
     text = _decode(record)
@@ -301,7 +301,7 @@ def json_object(record: bytes) -> dict[str, Any]:
         of_lines = _OF_LINES.get(text.strip())
         found = of_lines or f"text that is not JSON ({error.msg} at column {error.colno})"
         raise ItemError(f"expected a JSON object, found {found}") from error
-    except (ValueError, RecursionError) as error:  # a number of over 4300 digits; deep nesting
+    except (ValueError, RecursionError) as error:  # also a number of more than 4300 digits, and deep nesting
         raise ItemError(f"expected a JSON object, found text that is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ItemError(f"expected a JSON object, found {_JSON_NAMES.get(type(value), 'null')}")
@@ -313,7 +313,7 @@ def _csv_fields(record: bytes) -> list[str]:
         raise ItemError("expected a CSV record, found an empty line")
     text = _decode(record)
     if len(text) > csv.field_size_limit():
-        csv.field_size_limit(len(text))  # a limit of the whole process, by default 128 KiB
+        csv.field_size_limit(len(text))  # the limit is the whole process's, 128 KiB by default
     try:
         [fields] = csv.reader([text], strict=True)
     except csv.Error as error:

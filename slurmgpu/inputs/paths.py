@@ -17,7 +17,7 @@ from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.globs import matches
 
 FILES = "files:"
-"""Before a path, a glob or a folder: every file is an item, whatever its suffix."""
+"""The prefix of a path, a glob or a folder that makes every file an item, whatever its suffix."""
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -27,8 +27,8 @@ def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
     """The files of an input, absolute and in order: as listed, or sorted for a glob.
 
     A pattern is a path or a glob (`**` for any depth), relative to `base`; `~` is the home directory; `hf://` names
-    files of the hub, which are downloaded into its cache if they are not there. SlurmGPUError for
-    a missing file, a glob without a match, a directory, an unknown suffix, two formats, or a file that is named twice.
+    files of the hub, which are downloaded into its cache unless they are there. SlurmGPUError for a missing file, a
+    glob without a match, a directory, an unknown suffix, two formats, or a file that is named twice.
     """
     if isinstance(patterns, str):
         patterns = [patterns]
@@ -46,7 +46,7 @@ def is_of_hub(patterns: str | Sequence[str]) -> bool:
 
 
 def fetch(patterns: str | Sequence[str]) -> list[str]:
-    """Download the newest of what an input names on the hub; says what it is, a line for each name."""
+    """Download the newest version of what an input names on the hub; return a line about each."""
     lines = []
     for named in _of_hub(patterns):
         paths = hub.download(named, newest=True)
@@ -76,7 +76,7 @@ def _expand(pattern: str, base: Path) -> list[Path]:
         return _data_set_files(path) if is_data_set(path) else [path]
     found = sorted(map(Path, globbed(pattern, base)))
     # Directories matched by `**` are skipped; one named like data (`parts.csv/`) is refused later.
-    # Not Path.is_dir, which raises for a link into a folder that may not be entered.
+    # Not Path.is_dir, which raises for a link into a folder without permission.
     paths = [path for path in found if not os.path.isdir(path) or recognised(path)]  # noqa: PTH112
     if not paths:
         raise SlurmGPUError(f"Input {pattern!r} matches no file. {none_there(pattern, base)}")
@@ -84,12 +84,12 @@ def _expand(pattern: str, base: Path) -> list[Path]:
 
 
 def none_there(pattern: str, base: Path) -> str:
-    """The sentence behind one on a glob without a match."""
+    """The second sentence of an error about a glob without a match: what to do."""
     return passed_over(pattern, base) or f"Relative patterns are relative to {base}."
 
 
 def globbed(pattern: str, base: Path) -> set[str]:
-    """The paths that a glob matches, absolute; SlurmGPUError for a folder on the way that cannot be listed."""
+    """The absolute paths that a glob matches; SlurmGPUError if a folder on the way cannot be listed."""
     try:
         return matches(pattern, base)
     except OSError as error:
@@ -97,9 +97,9 @@ def globbed(pattern: str, base: Path) -> set[str]:
 
 
 def passed_over(patterns: str | Sequence[str], base: Path) -> str | None:
-    """A note on files that globs pass over, as their suffix differs in the case of its letters; None without any.
+    """A note on files that globs leave out because their suffix has another case; None without any.
 
-    Cameras write `.JPG` and people `.jpg`, and a pattern takes a suffix as it is written.
+    Cameras write `.JPG`, people write `.jpg`, and patterns are case-sensitive.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     globs = [_of_any_case(pattern, base) for pattern in patterns]
@@ -130,12 +130,12 @@ def passed_over(patterns: str | Sequence[str], base: Path) -> str | None:
 
 
 def _is_elsewhere(pattern: str) -> bool:
-    """Whether an input names no files by their paths."""
+    """Whether an input is not given by paths of files."""
     return pattern.startswith((hub.PREFIX, *databases.PREFIXES))
 
 
 def _of_any_case(pattern: str, base: Path) -> tuple[str, str] | None:
-    """A glob that takes its suffix in any case, and that suffix; None for what is no glob with one."""
+    """The glob with its suffix in any case, and that suffix; None if it is no glob with a suffix."""
     name = os.path.expanduser(pattern.removeprefix(FILES))  # noqa: PTH111
     if _is_elsewhere(name) or not glob.has_magic(name) or os.path.lexists(base / name):
         return None
@@ -147,14 +147,14 @@ def _of_any_case(pattern: str, base: Path) -> tuple[str, str] | None:
 
 
 def unlisted(error: OSError) -> SlurmGPUError:
-    """The refusal of a folder that cannot be listed: its files would be missing without a word."""
+    """The error for a folder that cannot be listed, whose files would otherwise be missing silently."""
     name = os.fsencode(str(error.filename)).decode("utf-8", "backslashreplace")
     return SlurmGPUError(f"Input {name} cannot be listed: {error.strerror}. Make it readable, or leave it out.")
 
 
 def is_data_set(path: Path) -> bool:
     """Whether a path is a folder that `save_to_disk` of Hugging Face's datasets has written."""
-    # Not Path.is_file, which raises for a folder that may not be entered; listing it says so in a sentence.
+    # Not Path.is_file, which raises for a folder without permission; listing it later raises a SlurmGPUError.
     return any(os.path.isfile(path / name) for name in (_STATE, _SPLITS))  # noqa: PTH113
 
 

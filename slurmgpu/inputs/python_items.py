@@ -1,4 +1,4 @@
-"""Items from Python as a file of the run directory, and how a function gets them back."""
+"""Write items from Python to a file of the run directory, and restore them for a function."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import date_in_whole_seconds
 
 VALUE = "value"
-"""The field of an item that is no mapping."""
+"""The field for an item that is not a mapping."""
 UNWRAP: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "mapping": lambda data: data,
     "value": lambda data: data[VALUE],
     "tuple": lambda data: tuple(data[VALUE]),
     "path": lambda data: Path(data[VALUE]),
 }
-"""An item as it was given, from the data in the file, by its kind."""
+"""Functions that restore an item from its data in the file, by kind."""
 NAMED = "named tuple"
-"""The kind of a tuple of a class of its own, which JSON does not give back."""
+"""The kind of a named tuple, whose class JSON cannot restore."""
 _OF_TABLES = ("__arrow_c_stream__", "to_arrow", "__dataframe__")
 EXPECTED = "expected text, numbers, booleans, None, and lists and mappings of these"
 
 
 def is_table(items: Any) -> bool:
-    """Whether items are a table: of Arrow, or a data frame of pandas, polars or others that speak Arrow."""
+    """Whether items are a table: Arrow's, or a data frame of pandas, polars or others with an Arrow interface."""
     names = ("columns", "column_names")
     return any(hasattr(items, name) for name in names) and any(hasattr(items, name) for name in _OF_TABLES)
 
 
 def without_index(table: Any) -> Any:
-    """The table; one of pandas without its index, which stands for the order of rows."""
+    """The table; a pandas data frame without its index."""
     return table.reset_index(drop=True) if hasattr(table, "iloc") else table
 
 
 def index_names(items: Any) -> list[str]:
-    """The names of the index of a data frame of pandas that are no columns, if any."""
+    """The names of a pandas data frame's index levels, which are not columns; empty for others."""
     names = getattr(items.index, "names", ()) if is_table(items) and hasattr(items, "iloc") else ()
     return [str(name) for name in names if name is not None and name not in items.columns]
 
 
 def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:
-    """Write items, one after the other, as JSON lines; and of which kind all are, as the first one.
+    """Write items as JSON lines; return the file and the kind of the items, which is the first one's.
 
-    They are `mapping`, `path` (a pathlib.Path), `tuple`, or `value`. SlurmGPUError for an item of another kind, and for
-    one that JSON changes.
+    Kinds are `mapping`, `path` (a pathlib.Path), `tuple`, and `value`. SlurmGPUError for an item of another kind than
+    the first, and for one that JSON would change.
     """
-    if hasattr(items, "to_pylist"):  # an array of Arrow, whose values are its own
+    if hasattr(items, "to_pylist"):  # an Arrow array, which iterates over its own scalar type
         items = items.to_pylist()
     path, kind, n_items = folder / "items.jsonl", "", 0
     with open(path, "w", encoding="utf-8") as file:
@@ -88,7 +88,7 @@ def _line(item: Any, kind: str, number: int) -> str:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A value that JSON gives back as it was; numbers of NumPy are Python's."""
+    """A value that JSON restores unchanged; NumPy's numbers become Python's."""
     if isinstance(value, Mapping):
         if odd := [name for name in value if not isinstance(name, str)]:
             raise SlurmGPUError(f"{where} has the key {odd[0]!r}; expected text.")
@@ -96,11 +96,11 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [_plain(inner, where) for inner in value]
     if hasattr(value, "dtype") and getattr(value, "shape", None) == ():
-        if getattr(value.dtype, "kind", "") in "mM":  # `item` makes plain integers of nanoseconds
+        if getattr(value.dtype, "kind", "") in "mM":  # `item` would turn times in nanoseconds into integers
             raise SlurmGPUError(f"{where} is a {value.dtype}; {EXPECTED}. Pass str(value), or an Arrow table.")
         value = value.item()
     if value is None or type(value) in (str, bool, int, float):
-        return value  # NaN and infinities, too: what reads them knows them
+        return value  # also NaN and infinities, which the reader understands
     how = (
         "Pass an Arrow table, or files that the function opens; for a Hugging Face data set, the folder that "
         "save_to_disk writes."

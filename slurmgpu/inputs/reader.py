@@ -26,7 +26,7 @@ _ADVICE = "Restore the file, or plan a new run."
 
 
 class Reader:
-    """Reads items of a planned input, one open file at a time; SlurmGPUError if a file has changed since planning."""
+    """Reads items of a planned input, with one file open; SlurmGPUError if a file has changed since planning."""
 
     def __init__(self, spec: InputSpec, index: Path) -> None:
         for file in spec.files:
@@ -45,7 +45,7 @@ class Reader:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether a few items are read as quickly, each, as many."""
+        """Whether reading a few items is as fast, per item, as reading many."""
         return self._format.is_indexed
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Reader:
         self._index.close()
 
     def reopen(self) -> None:
-        """Open the file again at the next read: a stale descriptor stays stale."""
+        """Open the file again at the next read, because a stale descriptor stays stale."""
         with contextlib.suppress(OSError):
             self._close_file()
 
@@ -106,9 +106,9 @@ class Reader:
 
 @contextlib.contextmanager
 def open_items(run: Run) -> Iterator[Callable[[Sequence[int]], list[Mapping[str, Any] | ItemError]]]:
-    """A function that reads the data of a run's items, whose indices ascend; an ItemError in place of a malformed one.
+    """A function that reads the data of a run's items by ascending indices; an ItemError for a malformed one.
 
-    Works in the run file's folder, as paths of the input may be relative to it.
+    Within the block, the working directory is the run file's folder: paths of the input may be relative to it.
     """
     with working_folder(Path(run.plan.search_path)), Reader(InputSpec.from_json(run.input), run.index) as reader:
 

@@ -13,15 +13,15 @@ from slurmgpu.errors import SlurmGPUError
 NEWLINE, QUOTE = ord("\n"), ord('"')
 
 MAX_RECORD_BYTES = 1 << 28
-"""Longer records are refused: they are usually errors, and a batch of them would fill the memory."""
+"""Longer records are refused: they are usually errors, and a batch of them may not fit in memory."""
 
-# RFC 4180: a quote opens a field at its start; after a quote it is the second half of an escaped one.
+# RFC 4180: a quote opens a field at its start; a quote after a quote is the second half of an escaped one.
 _MAY_PRECEDE_QUOTE = np.zeros(256, dtype=bool)
 _MAY_PRECEDE_QUOTE[[ord(","), NEWLINE, QUOTE]] = True
 
 
 def split(data: bytes, *, quoting: bool) -> list[bytes]:
-    """The records in `data`, which starts with one; with `quoting`, newlines in quotes end none."""
+    """The records in `data`, which begins with one; with `quoting`, newlines in quotes do not end a record."""
     if not (quoting and b'"' in data):
         return data.split(b"\n")
     block = np.frombuffer(data, np.uint8)
@@ -37,10 +37,10 @@ def _outside_quotes(newlines: NDArray[np.intp], quotes: NDArray[np.intp], n_befo
 
 
 class RecordFinder:
-    """Finds the starts of records in a file that is passed block by block, from the first record on.
+    """Finds the starts of records in a file that is given block by block, beginning with the first record.
 
-    `last_start` and `last_line` are the offset and the 1-based line of the last record. `end` may be set before the
-    last block, if it is not known earlier.
+    `last_start` and `last_line` are the byte offset and the line, from 1, of the last record. `end` may be set as late
+    as before the last block.
     """
 
     def __init__(self, path: str, begin: int, end: int, *, line: int, quoting: bool) -> None:
@@ -55,7 +55,7 @@ class RecordFinder:
         self._last_byte = NEWLINE
 
     def starts(self, block: NDArray[np.uint8]) -> NDArray[np.intp]:
-        """The offsets of records that start after a newline in `block`, the file's next."""
+        """The offsets of records that start after a newline in `block`, the next one of the file."""
         newlines = np.flatnonzero(block == NEWLINE)
         ends = self._find_ends(block, newlines) if self._quoting else newlines
         starts = ends + (self._position + 1)
@@ -76,7 +76,7 @@ class RecordFinder:
     def _find_ends(self, block: NDArray[np.uint8], newlines: NDArray[np.intp]) -> NDArray[np.intp]:
         quotes = np.flatnonzero(block == QUOTE)
         ends = _outside_quotes(newlines, quotes, self._n_quotes)
-        # A stray quote inverts all later newlines, so all quotes are checked, not a sample.
+        # All quotes are checked, not a sample: after a stray one, text inside and outside of quotes is swapped.
         openers = quotes[self._n_quotes % 2 :: 2]
         before = block[openers - 1]
         if len(openers) and openers[0] == 0:

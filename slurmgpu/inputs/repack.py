@@ -1,7 +1,7 @@
-"""Inputs without random access, written once at planning as Parquet files that lie in the run directory.
+"""Write inputs without random access as Parquet files in the run directory, once, at planning.
 
-Each file is of row groups of 2,048 items, or fewer if they are large. Lines of text are stored as they are, in one
-binary column `line`; rows of tables by their columns. docs/reference/inputs.md says which inputs are repacked.
+Row groups have 2,048 items, or fewer large ones. Lines of text are stored unchanged, in one binary column `line`; rows
+of tables by their columns. docs/reference/inputs.md says which inputs are repacked.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ FOLDER = "input"
 
 GROUP_ITEMS = 2048
 _GROUP_BYTES = 32 << 20
-"""A row group ends at so many items, or at about so many bytes: a reader has one in memory."""
+"""A row group ends at this many items, or at about this many bytes, because a reader holds one in memory."""
 
-_STEP = 256  # rows of a table that are looked at together, so that groups do not depend on how it is chunked
+_STEP = 256  # rows of a table that are added at once, so that groups do not depend on the table's own chunks
 
 
 class RowGroups:
-    """Writes a Parquet file in row groups; the same rows, passed in the same pieces, give the same bytes.
+    """Writes a Parquet file in row groups; the same rows, added in the same pieces, give the same bytes.
 
-    `close` fsyncs the file. Its time of modification is whole seconds, which any copy keeps.
+    `close` fsyncs the file, and sets its modification time to whole seconds, which any copy keeps.
     """
 
     def __init__(self, path: Path, schema: Any) -> None:
@@ -71,7 +71,7 @@ class RowGroups:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(Exception):  # after an error, which says more; else `close` has written everything
+        with contextlib.suppress(Exception):  # an earlier error says more; without one, `close` has written everything
             self._writer.close()
         with contextlib.suppress(OSError):
             self._file.close()
@@ -88,7 +88,7 @@ class RowGroups:
             self._write(self._n_pending - self._n_pending % GROUP_ITEMS)
 
     def close(self, sha256: str | None = None, source: Source | None = None) -> InputFile:
-        """Finish the file; `sha256` identifies its items, by default that of its bytes."""
+        """Finish the file; `sha256` identifies its items, by default by the file's bytes."""
         self._write(self._n_pending)
         with naming(self.path):
             self._writer.close()
@@ -132,15 +132,15 @@ class RepackedLines:
 
 
 def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> InputSpec:
-    """The spec of the rows of a table that lies in memory, which are written to `folder`; their index, to `index`.
+    """Write a table in memory to `folder`, and its index to `index`; return its spec.
 
-    The table has an Arrow form: one of pyarrow, pandas, polars and others.
+    The table is one of pyarrow, pandas, polars or others with an Arrow interface. SlurmGPUError if Arrow refuses it.
     """
     check_pyarrow("Items from Python need", in_tasks=True)
     import pyarrow as pa
 
     try:
-        # pandas has streams since 2.2, by the same function.
+        # pandas has this interface since 2.2, by the function that serves older versions, too.
         has_stream = hasattr(table, "__arrow_c_stream__") or not hasattr(table, "iloc")
         reader = pa.RecordBatchReader.from_stream(table if has_stream else pa.Table.from_pandas(table))
         if not reader.schema.names:
@@ -157,7 +157,7 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
             if not groups.n_items:
                 raise SlurmGPUError("The table has no rows; expected at least one item.")
             file = groups.close()
-    except (ValueError, TypeError, NotImplementedError, OverflowError) as error:  # Arrow's own are of these classes
+    except (ValueError, TypeError, NotImplementedError, OverflowError) as error:  # Arrow's errors have these bases
         raise _not_of_arrow(table, error) from error
     columns = tuple(reader.schema.names)
     refuse_doubled(columns, "The table")
@@ -165,7 +165,7 @@ def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> Input
 
 
 def _not_of_arrow(table: Any, error: Exception) -> SlurmGPUError:
-    """The column of a table for which Arrow has raised `error`, and the types of its values."""
+    """An error that names the column for which Arrow raised `error`, and the types of its values."""
     said = "; ".join(str(each).rstrip(".") for each in error.args)
     found = re.search(r"for column (.+) with type", said)
     records = "df.to_dict('records')" if hasattr(table, "iloc") else "a list of its rows as mappings"
@@ -185,9 +185,9 @@ def _not_of_arrow(table: Any, error: Exception) -> SlurmGPUError:
 
 
 def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[[int], None]) -> InputFile:
-    """Repack a file of lines, which may be compressed; its items, and what is refused, are those of the plain file.
+    """Repack a file of lines, which may be compressed. It has the same items and errors as the plain file.
 
-    `advance` is called with the bytes read of the file.
+    `advance` is called with the number of bytes read from the file.
     """
     source = Path(found.path)
     with (
@@ -206,7 +206,7 @@ def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[
 
 
 class _LinePacker:
-    """Writes the records of a stream, which comes chunk by chunk, and checks the samples that a plain file's scan does.
+    """Writes the records of a stream, chunk by chunk, and checks the same sample as the scan of a plain file.
 
     SlurmGPUError names the line of a malformed record.
     """
@@ -215,10 +215,10 @@ class _LinePacker:
         self._found, self._groups, self._quoting = found, groups, its_format.quoting
         self._parser = LineParser(its_format, found.path, found.columns)
         self._finder = RecordFinder(found.path, found.begin, sys.maxsize, line=found.line, quoting=self._quoting)
-        # By the number of a chunk: only the file's end says which chunks the sample of the plain file has.
+        # Errors by the number of the chunk: which chunks are in the sample is known only at the file's end.
         self._refused: dict[int, SlurmGPUError] = {}
         self._position = self._n_chunks = 0
-        # The record whose end is not known, and where it begins.
+        # The parts of the record whose end is still unknown, and where it begins.
         self._open_record: list[bytes] = []
         self._begin = found.begin
 
@@ -279,7 +279,7 @@ class _Hashed(io.RawIOBase):
 
 
 def _ahead(stream: BinaryIO, beside: ThreadPoolExecutor) -> Iterator[bytes]:
-    """Chunks of equal sizes, the next of which another thread reads; two are in memory."""
+    """Chunks of equal sizes. Another thread reads the next one, so two are in memory."""
     reading = beside.submit(stream.read, CHUNK_BYTES)
     while chunk := reading.result():
         reading = beside.submit(stream.read, CHUNK_BYTES)
@@ -287,7 +287,7 @@ def _ahead(stream: BinaryIO, beside: ThreadPoolExecutor) -> Iterator[bytes]:
 
 
 def _until_end(chunks: Iterable[bytes], path: str, *, trims: bool) -> Iterator[tuple[bytes, bool]]:
-    """The chunks, and whether each is the last; with `trims`, without newlines at the very end."""
+    """The chunks, each with whether it is the last; with `trims`, without newlines at the end of the file."""
     waiting: list[bytes] = []
     for chunk in chunks:
         if not trims or chunk.strip(b"\r\n"):
@@ -304,7 +304,7 @@ def _until_end(chunks: Iterable[bytes], path: str, *, trims: bool) -> Iterator[t
 
 
 def publish(spec: InputSpec, index: Path) -> InputSpec:
-    """The spec of an input whose items are found without offsets: of its index, the header is written."""
+    """Write the index of an input whose items are found without offsets, which is only a header; return the spec."""
     with IndexWriter(index, stride=spec.stride, n_files=0) as writer:
         writer.publish(spec.digest)
     return spec
@@ -330,7 +330,7 @@ def _line_schema() -> Any:
 
 
 def even(batches: Iterable[Any]) -> Iterator[Any]:
-    """The rows of Arrow batches as tables of equal numbers of rows, however the batches are cut."""
+    """The rows of Arrow batches as tables of _STEP rows, however the batches are cut."""
     import pyarrow as pa
 
     pending: list[Any] = []

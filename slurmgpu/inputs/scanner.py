@@ -33,13 +33,14 @@ def scan(
     of_format: Format | None = None,
     room: Callable[[], Path] | None = None,
 ) -> InputSpec:
-    """The spec of an input; writes the offsets of every `stride`-th item to `index`.
+    """The spec of an input; writes the offset of every `stride`-th item to `index`.
 
-    SlurmGPUError names the file and line of other formats. All first bytes are checked before any file is read whole,
-    then a sample of the lines, and the last one. Files are read once, in bounded memory; `progress` is called with the
-    bytes read so far and in total. `of_format` is the format, if not that of the files' names.
+    The first bytes of all files are checked before any file is read completely, then a sample of the lines, and the
+    last line. SlurmGPUError names file and line of what does not fit the format. Files are read once, in bounded
+    memory; `progress` is called with the bytes read so far and in total. `of_format` overrides the format of the files'
+    names.
 
-    If a file is compressed, all are repacked in the folder that `room` gives, by default that of the index.
+    If a file is compressed, all are repacked in the folder that `room` returns, by default the folder of the index.
     """
     its_format = of_format or format_of(paths)
     compressed = [path for path in paths if is_compressed(path, its_format)]
@@ -74,7 +75,7 @@ def scan(
 
 
 def promise(path: Path, *, n_items: int, columns: Sequence[str], fingerprint: str, stride: int) -> InputSpec:
-    """The spec of the merged file that the run of a plan will leave at `path`; a Reader refuses any other file."""
+    """The spec of the merged file that a plan's run will write to `path`; a Reader refuses any other file."""
     file = InputFile(str(path), PROMISED, PROMISED, fingerprint, n_items)
     return InputSpec(Merged.name, (file,), n_items, stride, tuple(columns))
 
@@ -145,7 +146,7 @@ def _refuse_mixed(previews: Sequence[Preview]) -> None:
 
 
 def _chunks(file: BinaryIO, n_bytes: int, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """The file's first `n_bytes`; a growing file is not followed."""
+    """The file's first `n_bytes`, also if it grows meanwhile."""
     while chunk := file.read(min(CHUNK_BYTES, n_bytes)):
         yield chunk
         n_bytes -= len(chunk)

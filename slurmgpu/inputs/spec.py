@@ -30,8 +30,8 @@ class Source:
 class InputFile:
     """One file of an input at planning; `path` is absolute, or relative to the run directory for a file in it.
 
-    `source` is what was repacked into it, or what it is on the hub; None for others. `sha256` identifies the
-    items.
+    `source` is the file or query that was repacked into it, or its name on the hub; None for others. `sha256`
+    identifies the items.
     """
 
     path: str
@@ -48,8 +48,8 @@ class InputSpec:
 
     `stride` is the distance of indexed items. `columns` are the names in every item of a csv, parquet or h5 input; None
     for jsonl and txt. `ranges` are the items of the files that the input uses, as (start, stop); None for all.
-    `folders` are those of items that are files themselves.
-    `repacked` files are Parquet files in the run directory, whatever the format of their source.
+    `folders` are the folders of items that are files themselves. `repacked` files are Parquet files in the run
+    directory, whatever the format of their source.
     """
 
     format: str
@@ -68,7 +68,7 @@ class InputSpec:
 
     @property
     def readable(self) -> list[Path]:
-        """Files whose items can be read by their suffixes: for repacked text the sources."""
+        """The files to read without an index, by their suffixes: for repacked text, its sources."""
         has_lines = self.repacked and self.format != "parquet"
         return [Path(file.source.path if has_lines and file.source else file.path) for file in self.files]
 
@@ -89,7 +89,7 @@ class InputSpec:
 
     @classmethod
     def from_json(cls, value: InputRecord) -> InputSpec:
-        """The spec from `to_json`; SlurmGPUError if its numbers of items do not agree, as after an edit."""
+        """The spec from `to_json`; SlurmGPUError if its numbers of items do not agree, for example after an edit."""
         spec = cls(
             value["format"],
             tuple(map(_input_file, value["files"])),

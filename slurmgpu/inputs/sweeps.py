@@ -17,7 +17,7 @@ from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import date_in_whole_seconds
 
 FILE = "sweep.jsonl"
-"""The configurations in the run directory, one per line: the input of a run without another one."""
+"""The file of configurations in the run directory, one per line: the input of a run that names no other."""
 
 MOST = 1_000_000
 """The largest grid; larger ones are usually mistakes."""
@@ -31,7 +31,7 @@ TABLES = ("settings", "arguments")
 EXACT = 2**53
 """All integers up to this one are exact as floats."""
 SHOWN = 60
-"""How many characters of a value to show in messages."""
+"""The most characters of a value in messages."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Distribution:
         if self.kind == "uniform":
             found = low * (1 - u) + high * u
         elif self.kind == "loguniform":
-            # C libraries differ in the last digits of exp and log.
+            # Rounded, because C libraries differ in the last digits of exp and log.
             found = float(f"{math.exp(math.log(low) * (1 - u) + math.log(high) * u):.12g}")
         elif self.kind == "int":
             found = low + int(u * (high - low + 1))
@@ -59,14 +59,14 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Axis:
-    """Keys that vary together, with a row of their values at each place; or a key whose values are drawn."""
+    """Keys that vary together, with rows of their values; or one key whose values are drawn from a distribution."""
 
     keys: tuple[str, ...]
     rows: Sequence[tuple[Any, ...]] | Distribution
 
     @property
     def size(self) -> float:
-        """How many places it has."""
+        """The number of rows; infinite for a distribution."""
         return math.inf if isinstance(self.rows, Distribution) else len(self.rows)
 
     def at(self, u: float) -> tuple[Any, ...]:
@@ -122,12 +122,12 @@ def describe(data: Mapping[str, Any]) -> str:
     """A configuration in words: `lr = 0.1, width = 32`."""
     texts = {key: json.dumps(value, ensure_ascii=False, default=_in_words) for key, value in data.items()}
     shown = (f"{key} = {text if len(text) <= SHOWN else f'{text[:SHOWN]}…'}" for key, text in texts.items())
-    # The name of a file may have bytes that are no text.
+    # A file name may have bytes that are not valid Unicode.
     return ", ".join(shown).encode("utf-8", "backslashreplace").decode() or "nothing of its own"
 
 
 def _in_words(value: Any) -> str:
-    """A value that is no JSON, in a few words."""
+    """A value that is not JSON, in a few words."""
     return f"{count_of(len(value), 'byte')}" if isinstance(value, bytes) else str(value)
 
 
@@ -144,7 +144,7 @@ def write(configurations: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _drawn(axes: Sequence[Axis], seed: int, *, distinct: bool) -> Iterator[tuple[tuple[Any, ...], ...]]:
-    """Endless rows of the axes, by `random()`, the only method that stays the same in later versions of Python."""
+    """Endless rows of the axes, drawn with `random()`, the only method that Python promises not to change."""
     numbers = random.Random(seed)
     met: set[tuple[int, ...]] = set()
     while True:
@@ -158,7 +158,7 @@ def _drawn(axes: Sequence[Axis], seed: int, *, distinct: bool) -> Iterator[tuple
 
 
 def _axes(table: Mapping[str, Any]) -> list[Axis]:
-    """What [sweep] varies, in its order: a group of `zip` stands where its first key does."""
+    """The axes of [sweep], in its order; a group of `zip` comes at the position of its first key."""
     groups = _groups(table)
     _refuse_flat_zip(table)
     group_of = {key: tuple(group) for group in groups for key in group}
@@ -189,7 +189,7 @@ def _n_random(table: Mapping[str, Any]) -> int | None:
 
 
 def _groups(table: Mapping[str, Any]) -> list[list[str]]:
-    """The names in `zip`, each group in the table's order; empty if `zip` is a key that is varied, as any other."""
+    """The names in `zip`, each group in the table's order; empty if `zip` is itself a key to vary."""
     found = table.get(ZIP)
     if not (isinstance(found, list) and found and all(isinstance(group, list) and group for group in found)):
         return []
@@ -227,7 +227,7 @@ def _check_lengths(groups: Sequence[Sequence[str]], values: Mapping[str, list[An
 
 
 _MEANT_AS_LIST = re.compile(r"\[.*|[-+.e\d]+(, ?[-+.e\d]+)+", re.DOTALL)
-"""A text that `-s` could not read as a list: one without its last bracket, or with words that lack quotes."""
+"""A text that was probably meant as a list for `-s`, but lacks its last bracket, or quotes around words."""
 
 
 def _values(key: str, value: Any, *, is_zipped: bool) -> list[Any] | Distribution:
@@ -292,7 +292,7 @@ def _are_bounds(bounds: Any, *, whole: bool, positive: bool) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value unchanged: no NaN, no date."""
+    """Whether JSON restores a value unchanged; false for NaN and dates."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list):
@@ -301,7 +301,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value approximately as in TOML."""
+    """A value approximately as TOML writes it."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_shown(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):

@@ -20,13 +20,13 @@ _AFTERWARDS = (
     "Then plan this run again, because its input was rewritten; if it was submitted with --after, type "
     "`slurmgpu resubmit` instead."
 )
-"""Advice for a damaged input."""
+"""What to do about a damaged input, in error messages."""
 
 
 class Groups(ABC):
-    """The rows of a file of pyarrow's, which lie in groups; the last group stays in memory.
+    """The rows of a file that pyarrow reads in groups; the group that was read last stays in memory.
 
-    `unit` and `kind` name a group and the format in messages; `sizes` are the numbers of rows of the groups.
+    `unit` and `kind` name a group and the format in messages; `sizes` are the groups' numbers of rows.
     """
 
     unit: ClassVar[str]
@@ -43,7 +43,7 @@ class Groups(ABC):
 
     @abstractmethod
     def load(self, group: int) -> Any:
-        """A group, as a table or a batch of pyarrow's."""
+        """A group, as a pyarrow table or record batch."""
 
     def close(self) -> None:
         """Drop the group in memory."""
@@ -67,11 +67,11 @@ class Groups(ABC):
         return items
 
     def _values(self, rows: Any, start: int) -> list[Mapping[str, Any] | ItemError]:
-        """Rows as mappings; an ItemError for each with a value that Python cannot have."""
+        """Rows as mappings; an ItemError for each row with a value that Python cannot represent."""
         try:
             found: list[Mapping[str, Any] | ItemError] = rows.to_pylist()
             return found
-        except Exception as error:  # ValueError, OverflowError, UnicodeDecodeError, or Arrow's own, as of time zones
+        except Exception as error:  # ValueError, OverflowError, UnicodeDecodeError, or Arrow's own, as for time zones
             if rows.num_rows > 1:
                 cut = rows.num_rows // 2
                 return self._values(rows.slice(0, cut), start) + self._values(rows.slice(cut), start + cut)
@@ -87,7 +87,7 @@ class Groups(ABC):
 
     def _group(self, group: int) -> Any:
         if self._cached is None or self._cached[0] != group:
-            self._cached = None  # two groups may exceed the memory
+            self._cached = None  # freed first: two groups may not fit in memory
             self._cached = (group, self.load(group))
         return self._cached[1]
 

@@ -18,10 +18,10 @@ from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows
 from slurmgpu.inputs.index import IndexWriter
 
 KEY = "__key__"
-"""The field with what the names of an item's members have in common, as in WebDataset."""
+"""The field with the common part of the names of an item's members, as in WebDataset."""
 
 MOST_BYTES = 1 << 31
-"""The members of one item have at most this size together."""
+"""The most bytes of an item's members together."""
 
 _NAME = re.compile(r"((?:.*/)?[^./][^/.]*)\.([^/]*)", re.DOTALL)
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4")
@@ -34,11 +34,11 @@ class Tar(Format, format="tar"):
     is_indexed = True
 
     def recognises(self, path: Path) -> bool:
-        """Whether a file name is one of a tar archive; compressed ones are refused by `preview`."""
+        """Whether a file name is a tar archive's; `preview` refuses compressed ones."""
         return path.name.lower().endswith((".tar", *_COMPRESSED))
 
     def preview(self, file: BinaryIO, found: Preview) -> Preview:
-        """`found`, if the file begins with a header of a tar archive."""
+        """`found` with the file's size as `end`; SlurmGPUError for a compressed file, or one without a tar header."""
         if found.path.lower().endswith(_COMPRESSED):
             raise SlurmGPUError(
                 f"{found.path} is compressed as a whole, so finding an item means reading all items before it. "
@@ -53,7 +53,7 @@ class Tar(Format, format="tar"):
             raise SlurmGPUError(f"{found.path} is not a tar archive: {error}.") from error
 
     def index(self, found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
-        """Add the offsets of the items to the index; SlurmGPUError if the archive does not go to the file's end."""
+        """Add the offsets of the items to the index; SlurmGPUError if the archive ends before the file does."""
         n_before, offsets, seen = writer.n_items, list[int](), set[int]()
         stream = cast(IO[bytes], _Stream(chunks))
         try:
@@ -72,7 +72,7 @@ class Tar(Format, format="tar"):
             raise SlurmGPUError(f"{found.path} is truncated or damaged: {error}. Copy it or pack it again.") from error
         if offsets:
             writer.add(np.array(offsets))
-        for _ in chunks:  # for their checksum
+        for _ in chunks:  # consumed so that they are hashed
             pass
         _check_end(found, file, end)
         if writer.n_items == n_before:
@@ -143,7 +143,7 @@ class _Stream:
 def _samples(
     path: str, archive: tarfile.TarFile, end: int | None = None
 ) -> Iterator[list[tuple[tarfile.TarInfo, str, str]]]:
-    """The members of each item up to `end`, with key and suffix; what is no file, or has no suffix, is passed over.
+    """The members of each item up to `end`, with key and suffix. Members without a suffix, and non-files, are skipped.
 
     SlurmGPUError for a link that has a suffix.
     """
@@ -170,7 +170,7 @@ def _refuse_link(path: str, member: tarfile.TarInfo) -> None:
 
 
 def _members(archive: tarfile.TarFile, end: int | None) -> Iterator[tarfile.TarInfo]:
-    """The members whose headers lie before `end`; the first one in any case, which the archive has read already."""
+    """The members whose headers are before `end`, and the first one in any case, which tarfile has read already."""
     member = archive.next()
     while member is not None:
         yield member
@@ -200,7 +200,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     if member.issparse():
         content = cast(IO[bytes], archive.extractfile(member)).read()
     else:
-        file = cast(BinaryIO, archive.fileobj)  # a third of the time of extractfile
+        file = cast(BinaryIO, archive.fileobj)  # takes a third of the time of extractfile
         file.seek(member.offset_data)
         content = file.read(member.size)
     if len(content) != member.size:
@@ -209,7 +209,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _decoded(content: bytes, suffix: str) -> Any:
-    """JSON, texts and classes as values, everything else as bytes; ValueError says what was expected."""
+    """JSON, texts and classes as values, other content as bytes; ValueError if it does not fit its suffix."""
     try:
         if suffix == "json":
             return json.loads(content)
@@ -222,7 +222,7 @@ def _decoded(content: bytes, suffix: str) -> Any:
 
 
 def _check_adjacent(path: str, key: str, seen: set[int]) -> None:
-    """SlurmGPUError if an item of this key came before; `seen` has the hashes of keys, which take less memory."""
+    """SlurmGPUError if an item of this key came before; `seen` has hashes of keys, to save memory."""
     if hash(key) in seen:
         raise SlurmGPUError(
             f"{path} has members of {as_text(key)!r} in two places; the members of an item must be adjacent. Pack "
@@ -232,7 +232,7 @@ def _check_adjacent(path: str, key: str, seen: set[int]) -> None:
 
 
 def _check_end(found: Preview, file: BinaryIO, end: int) -> None:
-    """SlurmGPUError unless an end mark follows the last member, and nothing that; tarfile stops at the first damage."""
+    """SlurmGPUError unless only an end mark follows the last member: tarfile stops silently at the first damage."""
     file.seek(end)
     n_zeros = 0
     while chunk := file.read(min(CHUNK_BYTES, found.size_bytes - end - n_zeros)):
