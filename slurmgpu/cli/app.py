@@ -253,7 +253,7 @@ def merge(
     incomplete; --verify exits with 1 if bytes changed.
     """
     from slurmgpu.cli.console import complain, result, result_json, stdout_for_json
-    from slurmgpu.cli.views.tables import show_report
+    from slurmgpu.cli.views.report import show_report
     from slurmgpu.executors import submission as submitting
     from slurmgpu.merge.join import verify_joined
     from slurmgpu.util.logging import log_to_stderr

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slurmgpu import results
-from slurmgpu.cli.views.tables import show_report
+from slurmgpu.cli.views.report import show_report
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.executors.submission import merge_by_hand
 from slurmgpu.merge import join

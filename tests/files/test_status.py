@@ -11,8 +11,10 @@ import time
 
 import pytest
 
+from slurmgpu.cli.views.columns import MAX_LISTED
+from slurmgpu.cli.views.report import show_report
+from slurmgpu.cli.views.status import show_status
 from slurmgpu.cli.views.status_poller import Look
-from slurmgpu.cli.views.tables import MAX_LISTED, show_report, show_status
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.report.attempts import Life
 from slurmgpu.report.build import judged_attempts, read_report

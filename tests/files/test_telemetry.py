@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from slurmgpu.cli.views.tables import show_report
+from slurmgpu.cli.views.report import show_report
 from slurmgpu.containers import image_name
 from slurmgpu.run.directory import Run
 from slurmgpu.task import telemetry

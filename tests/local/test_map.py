@@ -20,7 +20,7 @@ import pytest
 
 import slurmgpu
 from slurmgpu import ItemError, SlurmGPUError, progress
-from slurmgpu.cli.views.tables import show_report
+from slurmgpu.cli.views.report import show_report
 from slurmgpu.report import state_words
 from slurmgpu.report.build import last_report
 from tests.support.runs import wait_until

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slurmgpu
-from slurmgpu.cli.views.tables import show_report
+from slurmgpu.cli.views.report import show_report
 from slurmgpu.merge.item_names import find_item, name_by_key
 from slurmgpu.merge.merge import merge
 from slurmgpu.operations import wait

@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.cli.views.columns import FOLDING, WORDS, show_table, used_by
-from slurmgpu.cli.views.tables import show_report, show_status
+from slurmgpu.cli.views.report import show_report
+from slurmgpu.cli.views.status import show_status
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import submission
 from slurmgpu.report.build import judged_attempts, last_report, report_path

@@ -8,7 +8,8 @@ import random
 import pytest
 from rich.console import Console
 
-from slurmgpu.cli.views.tables import show_report, show_status
+from slurmgpu.cli.views.report import show_report
+from slurmgpu.cli.views.status import show_status
 from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.report.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
 from slurmgpu.report.state_words import failure_words
@@ -337,7 +338,8 @@ def test_a_terminal_that_is_too_narrow_for_a_table_shows_each_attempt_as_a_line(
     run = pretend_run(tmp_path / "run", 600)
     report, cells = reported(run), [f"{name} " for name in ("attempt", "node", "GPUs", "items", "host GB", "end")]
     for width in (200, 80, 50, 20):
-        monkeypatch.setattr("slurmgpu.cli.views.tables.wide_console", lambda width=width: Console(width=width))
+        for view in ("status", "report"):
+            monkeypatch.setattr(f"slurmgpu.cli.views.{view}.wide_console", lambda width=width: Console(width=width))
         show_report(report)
         told = capsys.readouterr().out
         assert all(row["attempt"] in told and row["node"] in told for row in report["attempts"])

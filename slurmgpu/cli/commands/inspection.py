@@ -36,7 +36,7 @@ def status(
     at most once; with --watch, every 30 seconds.
     """
     from slurmgpu.cli.console import result_json
-    from slurmgpu.cli.views.tables import show_status
+    from slurmgpu.cli.views.status import show_status
     from slurmgpu.executors.registry import queued_jobs
     from slurmgpu.report.metrics import keep_metrics, write_metrics
     from slurmgpu.report.status import read_status
@@ -102,7 +102,7 @@ def report(
     For a sweep, show a line for each run. Exits with 3 while the run is incomplete.
     """
     from slurmgpu.cli.console import result_json, say
-    from slurmgpu.cli.views.tables import show_report
+    from slurmgpu.cli.views.report import show_report
     from slurmgpu.report.build import last_report
     from slurmgpu.report.states import made_since
 

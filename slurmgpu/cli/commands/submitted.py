@@ -16,7 +16,7 @@ from rich.table import Column
 
 from slurmgpu.cli.console import bar_console, result, say
 from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_FAILED, EXIT_INCOMPLETE
-from slurmgpu.cli.views.tables import show_report
+from slurmgpu.cli.views.report import show_report
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge

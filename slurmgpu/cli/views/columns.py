@@ -1,4 +1,4 @@
-"""Columns on attempts, and tables of columns."""
+"""Columns on attempts, tables of columns, and lists that end early."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 
+from slurmgpu.cli.console import result
 from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.status import StatusAttempt
 from slurmgpu.run.records import Usage
-from slurmgpu.util.amounts import rate_of
+from slurmgpu.util.amounts import rate_of, some_of
 from slurmgpu.util.ansi import plain
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ WORDS = {"attempt", "node", "state", "progress", "end", "last heard"}
 """Columns of text; the others hold numbers."""
 FOLDING = {"node", "progress", "end"}
 """Columns that fold in a narrow terminal."""
+MAX_LISTED = 20
+"""The most failed items, holes and messages that are printed; the JSON has more."""
+MAX_NAMES = 3
+NONE_BEGAN = "no task has started: slurmgpu logs {} lists what their jobs wrote"
 
 
 def show_table(console: Console, names: Columns, columns: Columns, more: Columns, end: Columns | None = None) -> None:
@@ -82,6 +87,26 @@ def doing_now(attempts: Sequence[StatusAttempt]) -> dict[str, list[str]]:
         ("GPU %", [gpu and gpu["utilisation"] for gpu in gpus], _percents),
         ("GPU GB", [gpu and gpu["memory_bytes"] for gpu in gpus], _gigabytes),
     )
+
+
+def show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequence[AttemptRow]) -> None:
+    """Print each message once, with the attempts that ended with it."""
+    met: dict[str, list[str]] = {}
+    for a in attempts:
+        if a["failure"]:
+            met.setdefault(f"{a['failure']}: {a['message']}", []).append(a["attempt"])
+    if not met:
+        return
+    console.print("\n[bold]failures[/]")
+    for message, names in list(met.items())[:MAX_LISTED]:
+        result(f"  {some_of(names, MAX_NAMES)}: {message}")
+    show_rest(len(met), "--json lists them all")
+
+
+def show_rest(count: int, where: str, shown: int = MAX_LISTED) -> None:
+    """Say how many more there are than are shown, and `where`."""
+    if count > shown:
+        result(f"  … and {count - shown:,} more; {where}")
 
 
 def _known(*columns: tuple[str, Sequence[Any], Callable[[Sequence[Any]], list[str]]]) -> dict[str, list[str]]:

@@ -20,8 +20,8 @@ from slurmgpu.cli.console import json_text, result, say
 from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
+from slurmgpu.cli.views.status import show_status
 from slurmgpu.cli.views.status_poller import StatusPoller
-from slurmgpu.cli.views.tables import show_status
 from slurmgpu.report.state_words import LINE_S, News, line_of, tasks_of
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run

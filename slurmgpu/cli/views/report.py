@@ -1,19 +1,18 @@
-"""The output of `status` and `report`."""
+"""The output of `report`."""
 
 from __future__ import annotations
 
 import json
 import keyword
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from slurmgpu.cli.console import result, say, wide_console
-from slurmgpu.cli.views.columns import counts_of, doing_now, show_table, used_by
+from slurmgpu.cli.console import result, wide_console
+from slurmgpu.cli.views.columns import MAX_LISTED, NONE_BEGAN, counts_of, show_failures, show_rest, show_table, used_by
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.report.attempts import (
@@ -27,131 +26,19 @@ from slurmgpu.report.attempts import (
 )
 from slurmgpu.report.build import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
-from slurmgpu.report.queued import Job, is_held, is_suspended, reason_of
-from slurmgpu.report.state_words import if_words, merge_words, moment, pace_words, shard_of, state_of, unknown_words
-from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.util.amounts import count_of, share_of, some_of, span_of, stretch_of, wide_clock
+from slurmgpu.util.amounts import count_of, stretch_of, wide_clock
 from slurmgpu.util.ansi import plain
-from slurmgpu.util.array_ids import array_of
 
-MAX_LISTED = 20
-"""The most failed items, holes and messages that are printed; the JSON has more."""
 MAX_ATTEMPTS = 200
-MAX_NAMES = 3
 EVERYWHERE = ("python", "numpy", "h5py")
 """Packages of every run, whose versions are only on the page and in the JSON."""
 MAX_ODD = 8
 """The most columns with NaN or infinities that are named."""
 MIN_HOURS = 0.05
 """The ledger of fewer hours is not printed: a few minutes are not representative."""
-NONE_BEGAN = "no task has started: slurmgpu logs {} lists what their jobs wrote"
 OTHER_RUN = "to change settings or input, which a run freezes, submit a new run with another --run-dir"
-
-
-def show_status(status: Status, max_rows: int | None = None) -> None:
-    """Print a run's progress, pace, attempts and queued jobs; at most `max_rows` attempts, omitting ended ones."""
-    console = wide_console()
-    _show_progress(console, status)
-    attempts = in_task_order(status["attempts"])
-    if max_rows is not None and len(attempts) > max_rows:
-        attempts = [a for a in attempts if state_of(a) != "ended"][:max_rows]
-    if attempts:
-        _show_living(console, attempts)
-    _more(len(status["attempts"]), "status --json lists them", len(attempts))
-    _show_failures(console, attempts)
-    _show_unrecorded(status)
-    lines = list(filter(None, (_job_words(job, status["time"]) for job in status["queue"] or ())))
-    for line in lines[:MAX_LISTED]:
-        result(line)
-    _more(len(lines), "status --json lists them")
-    if status["state"] == "incomplete" and not status["attempts"]:
-        say(NONE_BEGAN.format(shlex.quote(status["run_dir"])))
-    if command := _next(status):
-        say(f"next: {command}")
-
-
-def _show_progress(console: Console, status: Status) -> None:
-    done, total = status["n_items_done"], status["n_items"]
-    state = status["state"]
-    if state == "complete" and status["n_errors"] == total:
-        state = "[bold red]complete, every item failed[/]"
-    console.print(
-        f"[bold]{escape(plain(status['run']))}[/]  {state}  {done:,} of {count_of(total, 'item')} "
-        f"({share_of(done, total)}), {status['n_shards_done']:,} of {count_of(status['n_shards'], 'shard')}"
-    )
-    knows_pace = status["pace"]["items_per_s"] is not None or status["pace"]["left_s"]
-    going = [pace_words(status), if_words(status)] if knows_pace else []
-    if told := [part for part in (*going, merge_words(status), unknown_words(status)) if part]:
-        result("; ".join(told))
-    if are_told(versions := status["code"]):
-        result(f"code: {in_words_of(versions)}")
-    if status["n_errors"]:
-        result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
-
-
-def _show_unrecorded(status: Status) -> None:
-    """Print the failures of attempts without a record, and records that cannot be used."""
-    unseen = Counter(status["failures"]) - Counter(a["failure"] or "" for a in status["attempts"])
-    if unseen:
-        counts = ", ".join(f"{n:,} {plain(kind)}" for kind, n in unseen.items())
-        result(f"failed without a record: {counts}; slurmgpu report {shlex.quote(status['run_dir'])} names them")
-    for name in status["damaged_records"]:
-        result(f"record damaged: {name}")
-    for name in status["unreadable_records"]:
-        result(f"record cannot be read at present: {name}")
-
-
-def _job_words(job: Job, now: float) -> str:
-    """The line on a queued job: why it waits, and what lets it go on; "" for one that runs."""
-    if is_held(job):
-        free = array_of(job["job_id"]) if "[" in job["job_id"] else job["job_id"]
-        return (
-            f"held: {job['job_id']} ({job['reason']}); release it with `scontrol release {free}`, or ask an "
-            f"administrator to, if Slurm refuses that"
-        )
-    if job["state"] == "PENDING":
-        start = f"start estimated for {moment(job['start'], now)}" if job["start"] else ""
-        told = ", ".join(filter(None, (reason_of(job), start)))
-        return f"queued: {'job' if job['n_tasks'] else 'merge job'} {job['job_id']}" + f" ({told})" * bool(told)
-    if is_suspended(job):
-        return f"suspended by Slurm: {job['job_id']}; its tasks stay silent until Slurm resumes them"
-    return ""
-
-
-def _show_living(console: Console, attempts: Sequence[StatusAttempt]) -> None:
-    names = {"attempt": [a["attempt"] for a in attempts]}
-    progress = [a["progress"] or "" for a in attempts]
-    columns = {
-        **names,
-        "node": [a["node"] for a in attempts],
-        "state": list(map(state_of, attempts)),
-        "shard": list(map(shard_of, attempts)),
-        **({"progress": progress} if any(progress) else {}),
-        **counts_of(attempts, [(a["n_deaths"], a["last_death"]) for a in attempts]),
-        "last heard": [_last_heard(attempt) for attempt in attempts],
-    }
-    show_table(console, names, columns, doing_now(attempts))
-
-
-def _last_heard(attempt: StatusAttempt) -> str:
-    if attempt["failure"] or attempt["state"] == "ended":
-        return attempt["failure"] or ""
-    return f"{span_of(attempt['age_s'])} ago"
-
-
-def _next(status: Status) -> str | None:
-    """The command to type next; None if there is nothing to do."""
-    folder = shlex.quote(status["run_dir"])
-    if status["state"] == "planned":
-        return f"slurmgpu resubmit {folder}, or the two sbatch commands that `slurmgpu plan` printed"
-    if status["state"] in ("incomplete", "ended") and not unknown_words(status):
-        verb = "merge" if status["n_shards_done"] == status["n_shards"] else "resubmit"
-        return f"slurmgpu {verb} {folder}"
-    if status["state"] == "complete" and status["n_errors"]:
-        return f"slurmgpu report {folder} lists the failed items; slurmgpu logs {folder} --item N explains one"
-    return None
 
 
 def show_report(report: Report) -> None:
@@ -282,7 +169,7 @@ def _show_holes(console: Console, report: Report) -> None:
         shards = stretch_of(first["shard"], last["shard"], "shard")
         why = f"  damaged: {plain(first['damaged'])}" if first["damaged"] else ""
         result(f"  {shards}: {stretch_of(first['start'], last['stop'] - 1, 'item')}{why}")
-    _more(len(stretches), "report --json lists them")
+    show_rest(len(stretches), "report --json lists them")
 
 
 def _stretches(holes: Sequence[Hole]) -> list[tuple[Hole, Hole]]:
@@ -311,7 +198,7 @@ def _show_errors(console: Console, report: Report) -> None:
         name = f" ({plain(known)})" if (known := items[0].get("name")) else ""
         more = f" and {len(items) - 1:,} more" if len(items) > 1 else ""
         result(f"  item {items[0]['index']}{name}{more}: {message}")
-    _more(len(met), "report --json lists them")
+    show_rest(len(met), "report --json lists them")
     if report["n_errors"] > (n_listed := len(report["errors"])):
         folder = shlex.quote(report["run_dir"])
         result(
@@ -336,23 +223,9 @@ def _show_attempts(console: Console, report: Report) -> None:
     used = used_by([a["usage"] for a in shown])
     console.print("\n[bold]attempts[/]")
     show_table(console, names, columns, used, end)
-    _more(len(attempts), "report --json lists them", MAX_ATTEMPTS)
-    _show_failures(console, attempts)
+    show_rest(len(attempts), "report --json lists them", MAX_ATTEMPTS)
+    show_failures(console, attempts)
     _show_idle(attempts)
-
-
-def _show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequence[AttemptRow]) -> None:
-    """Print each message once, with the attempts that ended with it."""
-    met: dict[str, list[str]] = {}
-    for a in attempts:
-        if a["failure"]:
-            met.setdefault(f"{a['failure']}: {a['message']}", []).append(a["attempt"])
-    if not met:
-        return
-    console.print("\n[bold]failures[/]")
-    for message, names in list(met.items())[:MAX_LISTED]:
-        result(f"  {some_of(names, MAX_NAMES)}: {message}")
-    _more(len(met), "--json lists them all")
 
 
 def _show_idle(attempts: Sequence[AttemptRow]) -> None:
@@ -367,8 +240,3 @@ def _show_idle(attempts: Sequence[AttemptRow]) -> None:
         "work at once. If it waits while the workload prepares items on the CPU, several tasks can share it "
         "(docs/how-to/share-a-gpu.md)."
     )
-
-
-def _more(count: int, where: str, shown: int = MAX_LISTED) -> None:
-    if count > shown:
-        result(f"  … and {count - shown:,} more; {where}")
