@@ -387,6 +387,35 @@ os.kill(os.getpid(), signal.SIGKILL)
     wait_until(lambda: not living(int(pid)) and not Path(place).exists(), "the end of the server")
 
 
+WITH_SHARED_MEMORY = """
+import runpy, sys
+from multiprocessing.shared_memory import SharedMemory
+kept = SharedMemory(create=True, size=4096)
+kept.buf[0] = 1
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_worker_that_has_no_more_work_leaves_nothing_of_its_server(tmp_path, folder):
+    code = f"""
+from pathlib import Path
+from slurmgpu.workload import TaskContext
+from slurmgpu.workloads.generate import Generate
+serve = {[sys.executable, "-c", WITH_SHARED_MEMORY, SMALL, "{socket}"]!r}
+workload = Generate(model={folder!r}, prompt="{{text}}", engine="server", serve=serve)
+workload.load(TaskContext("cpu", 0, Path({str(tmp_path)!r})))
+server = workload.engine._server
+print(server._process.pid, server._folder, *server._shared)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "MODEL": folder}
+    )
+    pid, place, *shared = done.stdout.split()
+    assert (len(shared), living(int(pid)), Path(place).exists(), done.stderr.count("Traceback")) == (1, set(), False, 0)
+    assert not (Path("/dev/shm") / shared[0]).exists()
+
+
 def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, opened):
     long = tmp_path / ("x" * 80)
     long.mkdir()

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -85,6 +86,9 @@ class ServerEngine:
         self._options = options
         self._name = options.model.name if options.url else str(options.model.folder)
         self._server = None if options.url else ServerProcess(options.serve, self._name, place.gpus)
+        if self._server is not None:
+            # Also when the worker has no more work: the guard would kill it, and its shared memory stay on the node.
+            self._end_server = weakref.finalize(self, self._server.close)
         self._client = Client(options.url, os.environ.get(KEY_VARIABLE) if options.url else None)
         self._liveness = Liveness(self._client, MOST_WAIT_S, None)
         self._n_ends = 0  # since the last answer
@@ -134,9 +138,9 @@ class ServerEngine:
 
     def close(self) -> None:
         """End the server, if it is the task's."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
+        if self._server is not None:
+            self._server = None
+            self._end_server()
 
     def _probe(self) -> None:
         """Let the server generate a token; ConnectionError if it loses the request."""
