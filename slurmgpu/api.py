@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class RunHandle:
     """A submitted run. It holds no resources; any number of handles may refer to the same run.
 
-    `run["text"][:]` waits for the merge, and reads a column; a warning says how many of its values are blank, as their
+    `run["text"][:]` waits for the merge, and reads a column; a warning says how many values are blank because their
     items failed.
     """
 
@@ -88,20 +88,20 @@ class RunHandle:
     def wait(self, on_tick: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         """Wait until no task of the run is queued or alive, and return the report.
 
-        Without `on_tick`, which gets each status, a terminal and a notebook show the progress. An interrupt ends the
-        waiting, and nothing else.
+        `on_tick` gets each status; without it, a terminal and a notebook show the progress. An interrupt only ends the
+        waiting.
         """
         refuse_if_importing("wait")
         with following(self.run, on_tick) as tick:
             report = wait_for(self.run, tick)
-            tick(read_status(self.run))  # the last one of `wait_for` was before the end of the merge
+            tick(read_status(self.run))  # the last status in `wait_for` was read before the end of the merge
             return cast(dict[str, Any], report)
 
     def rows(self) -> Iterator[RunRow]:
         """The rows in input order, each shard's as soon as it is published.
 
-        A row has `index`, `error`, which is None for a good one, and its columns: `row["text"]`. SlurmGPUError at the
-        end if rows are missing.
+        A row has `index`, `error` (None for a good row), and its columns: `row["text"]`. SlurmGPUError at the end if
+        rows are missing.
         """
         return follow_rows(self.run)
 
@@ -126,11 +126,10 @@ class RunHandle:
     ) -> RunHandle:
         """Submit the missing items, and with `failed` the failed items; `resources` are keys of [resources].
 
-        `function` and `load` take the place of those that `slurmgpu.map` was given, in this submission and later ones.
-
-        `code` is `former` or the digest of a snapshot; by default the user's modules are taken as they are now. With
-        `other_code`, rows that other code computed are computed again. Raises SlurmGPUError while a task of the run
-        is alive or may be alive, unless `force` is set. Notes, such as on code that changed, are logged as warnings.
+        `function` and `load` replace those of `slurmgpu.map`, in this submission and later ones. `code` is `former` or
+        the digest of a snapshot; by default the user's current modules are used. With `other_code`, rows that other
+        code computed are recomputed. Raises SlurmGPUError while a task of the run is alive or may be alive, unless
+        `force` is set. Notes, such as on changed code, are logged as warnings.
         """
         refuse_if_importing("resubmit")
         given = packed(self.run, function, load, code)
@@ -143,9 +142,9 @@ class RunHandle:
 
 
 def open_run(folder: str | Path) -> RunHandle:
-    """The run in a run directory, whoever submitted it: for rows, status and results, also while it works.
+    """A handle on the run in a run directory, also on another user's: for rows, status and results.
 
-    SlurmGPUError if there is none, or one of a newer slurmgpu.
+    SlurmGPUError if there is no run, or if a newer slurmgpu made it.
     """
     return RunHandle(Run.open(Path(folder)))
 
@@ -168,17 +167,21 @@ def submit(
 ) -> RunHandle:
     """Plan a run file, make its run directory, and submit it.
 
-    `run_file` is the path of one, or a mapping with its keys and tables, whose relative paths start at the working
-    directory: `submit({"input": "items.jsonl", "workload": {"use": "embed"}}, gpus=4)`. `resources` are keys of
-    [resources]: gpus, array, gpus_per_task and so on; `settings` are those of [settings], and `image` that of
-    [container]. `overrides` are values of any keys of the run file, as in
-    `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With `limit` or
-    `items`, such as "10:20,35", it is a run of these items only, in RUN-look, in place of an earlier one. `extend`
-    is a run of an input that has more items since, of which only these are computed. `after` is a run, or a list of
-    runs, to be complete before tasks start. With the executors local and debug, the run is computed and merged when
-    this returns; `on_tick(run)` is called meanwhile, by debug after each shard. `inject` are faults on demand, such as
-    `crash@17`; `RunHandle.rehearsed` returns their outcome. Notes, such as on a misspelt member of the workload, are
-    logged as warnings.
+    `run_file` is a path, or a mapping with the keys and tables of a run file, whose paths are relative to the working
+    directory: `submit({"input": "items.jsonl", "workload": {"use": "embed"}}, gpus=4)`.
+
+    `resources` are keys of [resources]: gpus, array, gpus_per_task and so on. `settings` are keys of [settings],
+    `image` is the image of [container], and `overrides` are values of any keys, as in
+    `{"slurm.partition": "a100", "input": "other.jsonl"}`. `profile` is a profile of the site file.
+
+    With `limit` or `items`, such as "10:20,35", only these items are computed, in RUN-look, which replaces an earlier
+    one. `extend` is a run of the same input with fewer items: only the new items are computed. `after` is a run, or a
+    list of runs, that must be complete before tasks start. `inject` are faults on demand, such as `crash@17`;
+    `RunHandle.rehearsed` returns their outcome.
+
+    With the executors local and debug, the call returns when the run is computed and merged; `on_tick(run)` is called
+    meanwhile, by debug after each shard. Notes, such as on a misspelt member of the workload, are logged as warnings.
+    SlurmGPUError for anything that the user can fix, before anything is queued.
     """
     refuse_if_importing("slurmgpu.submit")
     others = _runs(after)
@@ -204,12 +207,11 @@ def submit_all(
     on_tick: Callable[[Run], None] = lambda run: None,
     **resources: Any,
 ) -> dict[str, RunHandle]:
-    """Submit every run that [sweep] of a run file stands for, and return them by name.
+    """Submit all runs of a run file's [sweep], and return them by name.
 
-    The arguments are those of `submit`; `run_dir` is the folder of the runs, and `resources` are of each. All are
-    planned before anything is queued. Runs of the sweep that exist already are known by their values, and
-    returned as they are under the names that they have.
-    SlurmGPUError if [sweep] does not vary keys of the run file.
+    The arguments are as in `submit`; `run_dir` is the folder of the runs, and `resources` are for each run. All are
+    planned before anything is queued. Existing runs with the same values are not submitted again, but returned under
+    their names. SlurmGPUError if [sweep] does not vary keys of the run file.
     """
     refuse_if_importing("slurmgpu.submit_all")
     others = _runs(after)
@@ -226,7 +228,7 @@ def submit_all(
         found = {run.name: RunHandle(run) for run in drafts.there}
         for variant, draft in drafts.to_submit:
             with naming_submitted(drafts, variant):
-                drafts.record()  # another process may have left out what was not made yet
+                drafts.record()  # another process may have left out runs that did not exist yet
                 found[variant.name] = _handle(submit_draft(draft, others, on_tick, tell=_warn))
         drafts.record()
     return {variant.name: found[variant.name] for variant in drafts.variants.runs}
@@ -246,7 +248,7 @@ def probe(
 ) -> dict[str, Any]:
     """Estimate a run's time, memory and cost: one task computes `n_items` in RUN-probe. The run is not queued.
 
-    The arguments are those of `submit`. The keys are those of `slurmgpu submit --probe --json` without `submitted`;
+    The arguments are as in `submit`. The result has the keys of `slurmgpu submit --probe --json` without `submitted`;
     `failure` is None if the probe succeeded.
     """
     refuse_if_importing("slurmgpu.probe")
@@ -263,12 +265,12 @@ def overrides_of(
     profile: str | None,
     run_dir: str | Path | None = None,
 ) -> Overrides:
-    """The values over a run file that `submit` is given; `keys` are those of any of its keys.
+    """The values that replace those of a run file, from the arguments of `submit`; `keys` are its `overrides`.
 
-    SlurmGPUError where `keys` set what another argument does, or the `run_dir`.
+    SlurmGPUError if `keys` set the `run_dir`, or a key that another argument sets.
     """
     found = Overrides()
-    if run_dir:  # which is relative to the working directory, as the key is not
+    if run_dir:  # as the option, it is relative to the working directory; the key is relative to the run file
         found.sources["", "run_dir"] = "--run-dir"
     put_profile(found, profile)
     container = {} if image is None else {"image": str(expanded(image).absolute())}

@@ -1,4 +1,4 @@
-"""The interface of workloads: what users write, and what slurmgpu gives to it and takes from it.
+"""The interface of workloads: what users implement, and the types that slurmgpu passes to it and expects from it.
 
 The worker imports this: standard library only.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slurmgpu.shards.columns import Column
 
 FETCH = "slurmgpu check --fetch {run_file}"
-"""The `first` of a `Template` whose model is downloaded."""
+"""The `first` of a `Template` whose model must be downloaded."""
 
 Row = Mapping[str, Any]
 """The values of an item, by column."""
@@ -28,8 +28,8 @@ Row = Mapping[str, Any]
 class Item:
     """One record of the input: its 0-based `index`, its `data`, and its own `seed`."""
 
-    # Each item is made twice; this takes two thirds of the time. With dataclass(slots=True), to set a name that is no
-    # field would raise a TypeError about `super`.
+    # Each item is made twice, and __slots__ takes two thirds of the time. With dataclass(slots=True), setting a name
+    # that is no field would raise a TypeError about `super`.
     __slots__ = ("data", "index", "run_seed")
     index: int
     data: Mapping[str, Any]
@@ -60,17 +60,19 @@ _set_index, _set_data, _set_run_seed = (vars(Item)[name].__set__ for name in ("i
 class TaskContext:
     """The process that a workload runs in: the argument of `load`.
 
-    `device` is PyTorch's name of the process's device, `cuda:0` or `cpu`; `gpus` is how many GPUs it sees.
-    `rank`, `world_size` and `local_rank` are those of torchrun; 0, 1 and 0 for a worker of one process.
+    `device` is PyTorch's name of the process's device, `cuda:0` or `cpu`; `gpus` is the number of GPUs that it sees.
+    `rank`, `world_size` and `local_rank` are as in torchrun; 0, 1 and 0 for a worker of one process.
+
     `note(name, value)` writes a number into the notes of the current shard, such as a reduced batch size.
-    `stopping()` is true on rank 0 once the task has to end: a workload that `resumes` then saves its progress and
-    raises Interrupted. `progress(text)` reports saved progress of the current item, which `status` shows;
-    `tell(text)` reports progress that is not saved yet. `log(step, loss=0.3)` logs numbers, which `slurmgpu track`
-    shows to a tracker; rank 0's are kept. `divide(things, compute)` gives what `compute(things)` gives, a list with a
-    JSON value for each; where the plan has several `parts`, other tasks compute some of them (`Adapted.most_parts`).
-    `code` is the digest of the snapshot of the user's code, which the rows are by; None if there is no snapshot.
-    `is_again()`, on rank 0, says whether the items in hand have rows or errors, which `resubmit --failed` or
-    `--other-code` replaces.
+    `log(step, loss=0.3)` logs numbers, which `slurmgpu track` sends to a tracker; rank 0's are kept. `progress(text)`
+    reports saved progress of the current item, which `status` shows; `tell(text)` reports progress that is not saved
+    yet. `stopping()` is true on rank 0 once the task has to end: a workload that `resumes` then saves its progress and
+    raises Interrupted.
+
+    `divide(things, compute)` returns `compute(things)`, a list with a JSON value for each thing; if the plan has
+    several `parts`, other tasks compute some of them (`Adapted.most_parts`). `code` is the digest of the snapshot of
+    the user's code; None if there is no snapshot. `is_again()`, on rank 0, says whether the current items already have
+    rows or errors, which `resubmit --failed` or `--other-code` replaces.
     """
 
     device: str
@@ -120,10 +122,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Template:
-    """The proposal of `init` for a workload: the lines under [settings], or a file with them, input and GPUs.
+    """What `init` writes for a workload: the lines under [settings], or a file with them, the input and the GPUs.
 
     `input` is None for a workload that needs none. `items` are examples, which are written to it; `files` maps names to
-    files that are copied beside the run file. `first` is a command that makes what else the run needs, of `{run_file}`.
+    files that are copied beside the run file. `first` is a command that prepares what else the run needs, with
+    `{run_file}` in it.
     """
 
     settings: str | Path
@@ -137,7 +140,7 @@ class Template:
 
 @dataclass
 class Translated:
-    """The run file that stands for another script's flags; `lines` say for each flag what it became.
+    """A run file translated from another script's flags; `lines` say for each flag what it became.
 
     `items` are written to a file beside it. `resources` are `gpus` and `array`, as in a `Template`.
     """
@@ -150,7 +153,7 @@ class Translated:
 
 
 class Workload(Protocol):
-    """What users write: see docs/how-to/write-a-workload.md. `loader.adapted.Adapted` lists the optional members."""
+    """What users implement: see docs/how-to/write-a-workload.md. `loader.adapted.Adapted` has the optional members."""
 
     # Properties, and a parameter of any name, so that a class with `columns = {...}` conforms to a type checker. At run
     # time there are none: the `__init__` of a derived class sets both.
@@ -162,14 +165,14 @@ class Workload(Protocol):
 
         @property
         def batch_size(self) -> int:
-            """How many items a call gets at most."""
+            """The largest number of items in a call."""
 
     def __call__(self, items: Sequence[Item], /) -> Sequence[Row | ItemError | Retry]:
         """One row, ItemError or Retry for each item, in order."""
 
 
 def part_as_json(things: Sequence[Any], compute: Callable[[Sequence[Any]], Sequence[Any]]) -> bytes:
-    """The values of some things that are divided, as JSON, from which every task takes them, also one that is alone."""
+    """The values of some things, as JSON. Values always go through JSON, whether one task computes them or several."""
     values = list(compute(things))
     if len(values) != len(things):
         raise ValueError(f"a part of {len(things)} has {len(values)} values; expected one for each")

@@ -44,7 +44,7 @@ class Debug(Here):
 
     def start(self, run: Run, submission: Submission) -> Started:
         """Nothing yet: the task runs in `wait`."""
-        from slurmgpu.task.supervisor import Task  # takes long to import, and `status` asks executors
+        from slurmgpu.task.supervisor import Task  # here, because the import is slow and `status` uses executors
 
         number = submission.submission
         job = job_here(self.name, number)

@@ -1,4 +1,4 @@
-"""`Executor`, the interface of all executors: it has everything in which they differ.
+"""`Executor`, the interface of all executors, with everything in which they differ.
 
 `slurm.py`, `local.py`, `debug.py` and `manual.py` implement it. `plan/executors.py` has the names that run files may
 use; executors of other packages are found by the entry-point group `slurmgpu.executors`.
@@ -163,14 +163,14 @@ class Executor(ABC):
         """
 
     def jobs_to_cancel(self, run: Run, lines: Lines, among: Sequence[Any] | None = None) -> list[str] | None:
-        """`cancel`, but for the jobs of these ids, which `cancel_jobs` ends with those of other runs by one request.
+        """Like `cancel`, but leave jobs to `cancel_jobs`, which ends jobs of several runs with one request; their ids.
 
-        None where `cancel` does all.
+        None if `cancel` must do all.
         """
         return None
 
     def cancel_jobs(self, jobs: Sequence[str]) -> None:
-        """End jobs that `jobs_to_cancel` gave, of one run or several; SlurmGPUError if one of them is not ended."""
+        """End jobs that `jobs_to_cancel` returned, of one or several runs; SlurmGPUError if one cannot be ended."""
         return
 
     def drop_waiting(self, job: str) -> None:

@@ -126,7 +126,7 @@ def cancel(run: Run) -> str:
 def cancel_all(runs: Sequence[Run]) -> Iterator[tuple[Run, str | SlurmGPUError]]:
     """Cancel several runs; yields each with what was done, in words, or the error.
 
-    A queue is asked once, and told once to end jobs, for all runs that are looked at within ANSWER_S.
+    Each queue is asked once, and ends jobs with one request, for all runs that are handled within ANSWER_S.
     """
     left = deque(runs)
     while left:
@@ -146,7 +146,7 @@ MOST_TOGETHER = 200
 
 @dataclass
 class _Cancelled:
-    """A run with what was done to it, in words, why not all of it could be, and jobs that are left to be ended."""
+    """A run, what was cancelled of it, in words, the error if something could not be, and jobs that must still end."""
 
     run: Run
     done: list[str] = field(default_factory=list)
@@ -155,7 +155,7 @@ class _Cancelled:
 
 
 def _cancelled_but_jobs(run: Run, among: dict[str, Sequence[Any] | None]) -> _Cancelled:
-    """Cancel a run but for jobs that one request ends; `among` gets all of the user's jobs by executor."""
+    """Cancel a run, except jobs that a later request ends; `among` gets all of the user's jobs by executor."""
     found = _Cancelled(run)
     try:
         for executor, lines in executors_of(run):
@@ -174,7 +174,7 @@ def _cancelled_but_jobs(run: Run, among: dict[str, Sequence[Any] | None]) -> _Ca
 
 
 def _end_jobs(seen: Sequence[_Cancelled]) -> None:
-    """End the jobs that are left, by one request to each executor; where that fails, by one for each run."""
+    """End the remaining jobs with one request to each executor; if that fails, with one for each run."""
     for executor in {id(executor): executor for each in seen for executor, _ in each.jobs}.values():
         theirs = [(each, jobs) for each in seen for its, jobs in each.jobs if its is executor]
         failed: SlurmGPUError | None = None

@@ -56,7 +56,7 @@ class Local(Here):
 
     def start(self, run: Run, submission: Submission) -> Started:
         """Start the slots."""
-        from slurmgpu.executors import local_slots  # Submitit takes long to import, and `status` asks executors
+        from slurmgpu.executors import local_slots  # here: Submitit's import is slow, and `status` uses executors
 
         slots = local_slots.start(run, submission)
         pids = [os.getpid(), *(int(slot.job_id) for slot in slots)]  # this process merges when the slots have ended

@@ -132,7 +132,7 @@ def wait(run: Run, submission: Submission, jobs: list[Any], on_tick: Callable[[]
 
 
 def _wait_for_tasks(run: Run, submission: Submission) -> None:
-    """Wait for tasks whose slots were killed. The kernel has told them to end; those that do not are killed."""
+    """Wait for tasks whose slots were killed. The kernel has sent them SIGTERM; those that do not end are killed."""
     patience_s, begun, is_told = patience(run.plan.lease_s), time.monotonic(), False
     while living := surely_of(run, tasks_here(run, submission.executor, submission.submission)):
         words = f"{count_of(len(living), 'task')} whose slot was killed: process {', '.join(map(str, living))}"

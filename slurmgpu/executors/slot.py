@@ -46,7 +46,7 @@ NAME, TASK_NAME = b"slurmgpu slot", b"slurmgpu task"
 """The names of these processes for ps and top; the arguments of a fork are its parent's."""
 
 _waiting: list[Fork] = []
-"""Forks that wait to be told which run they are slots of."""
+"""Forks that wait for the run of which they become slots."""
 
 
 def fork_slots(n: int) -> Callable[[], NoReturn] | None:

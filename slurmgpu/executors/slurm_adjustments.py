@@ -50,7 +50,7 @@ def _excluded(
 
 
 def _blamed_alike(attempts: list[AttemptRow]) -> set[str]:
-    """Nodes that lacked something that no other node had either: a wrong path, for example, is no node's fault."""
+    """The nodes that are blamed, if there are several and no other node works: then the cause is, say, a wrong path."""
     doubtful = {name for name, policy in POLICIES.items() if not policy.node_at_fault}
     blamed = {a["bad_node"] for a in attempts if a["failure"] in doubtful and a["bad_node"]}
     well = any(a["node"] not in blamed and (a["n_shards"] or not a["failure"]) for a in attempts)

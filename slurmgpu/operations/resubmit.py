@@ -64,7 +64,7 @@ def resubmit(
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
         live_tasks.refuse_alive(run, "resubmit", force=force)
-        live_tasks.forget_dead_tasks(run)  # otherwise the merge at the end would watch them once more
+        live_tasks.forget_dead_tasks(run)  # otherwise the merge at the end would watch them again
         drafted = _draft(run, asked)
         run.claims.clear(lock.check)
         lock.check()

@@ -24,7 +24,7 @@ class Overrides(dict[str, Any]):
 
     `sources` has, by table and key, the option or the profile that gave a value; a key at the top is in the table "".
     `bare` are keys at the top that were written without a dot, like a setting, each with its source: `-s` or [sweep].
-    `replaced` are values that replace those of the run file, tables as a whole.
+    `replaced` are values that replace the run file's; a table is replaced completely.
     """
 
     def __init__(self) -> None:

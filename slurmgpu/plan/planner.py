@@ -68,7 +68,7 @@ class Draft:
 
     @property
     def n_missing(self) -> int:
-        """How many shards are to be computed."""
+        """The number of shards to compute."""
         return self.plan.n_shards - (len(self.extension.shards) if self.extension else 0)
 
     def fill(self, run: Run) -> None:

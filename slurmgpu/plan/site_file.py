@@ -61,7 +61,7 @@ class GivenRunFile:
 
     @property
     def path(self) -> Path:
-        """The path that stands for it in the plan; no file exists there."""
+        """Its path in the plan; no file exists there."""
         return self.folder / GIVEN_RUN_FILE
 
 

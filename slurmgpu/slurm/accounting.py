@@ -59,7 +59,7 @@ Asked = Callable[[Sequence[str], Mapping[str, float]], Mapping[str, Sequence[Lif
 def _ask(run: Run, ask: Asked, among: Collection[str] | None = None) -> Lives | None:
     """The answer on the run's array jobs of this cluster, or on those `among` them; None if there are none.
 
-    An array of one task is a plain job; a plain job that is an array of more is not told apart yet, and left out.
+    Slurm makes an array of one task a plain job. A larger array may be a plain job until Slurm splits it: left out.
     """
     lines = [line for line in run.submissions() if is_slurms(line) and "array_job" in line and not line.get("copied")]
     here = queue.own_cluster() if any(line.get("cluster") for line in lines) else None
@@ -74,7 +74,7 @@ def _ask(run: Run, ask: Asked, among: Collection[str] | None = None) -> Lives | 
 
 
 def _filled(lives: Lives, told: Lives) -> Lives:
-    """The lives, with the last of each task as told if they lack it or its end."""
+    """The lives, with the last one of each task from `told` if it or its end is missing."""
     filled = {**lives}
     for task, its_lives in told.items():
         restart, known = len(its_lives) - 1, list(lives.get(task, ()))

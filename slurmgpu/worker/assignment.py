@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class WorkerFailedError(Exception):
-    """The worker cannot continue, and a new one could not either; `kind` is the failure class."""
+    """The worker cannot continue, and a new worker could not, either; `kind` is the failure class."""
 
     def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
@@ -19,9 +19,9 @@ class WorkerFailedError(Exception):
 class Assignment:
     """The task's instructions to its worker.
 
-    `resume` are shards that this attempt has already claimed, by a worker that died. `end_time` is the end of the
-    allocation in seconds since the epoch, by this node's clock. `inject` are faults on demand. `cluster` is that of
-    the claims. `code` is the digest of the snapshot of the user's modules.
+    `resume` are shards that an earlier worker of this attempt claimed before it died. `end_time` is the end of the
+    allocation in seconds since the epoch, by this node's clock. `inject` are faults on demand. `cluster` is the name in
+    claims. `code` is the digest of the snapshot of the user's modules.
     """
 
     task: str

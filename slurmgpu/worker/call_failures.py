@@ -25,10 +25,10 @@ LINE_LENGTH = 500
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item has no row. `way` is equal for items that failed in the same way; None if that is not known.
+    """Why an item has no row. `way` is equal for items that failed in the same way; None if that is unknown.
 
-    `retry_after` is how long to wait before the item is computed again, in seconds; None if that would not help. With
-    `is_of_process` the process had no file or thread left.
+    `retry_after` is the wait in seconds before the item is computed again; None if that would not help. With
+    `is_of_process`, the process could open no more files or threads.
     """
 
     kind: str
@@ -63,10 +63,10 @@ NOT_ASKED = Failure(
 
 
 def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
-    """The end of a call for the whole group, given its end on each rank: that of the lowest rank that failed.
+    """How a call ended for the whole group, given how it ended on each rank: the failure of the lowest failed rank.
 
     If the group was asked to stop, Interrupted has priority: other errors may come from a rank whose peers had left,
-    and rows from one that was told too late. The item resumes from its progress, and real errors occur again.
+    and rows from a rank that noticed the stop too late. The item resumes from its progress; real errors occur again.
     """
     if INTERRUPTED in ways and is_asked:
         return INTERRUPTED
@@ -77,8 +77,8 @@ def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
 def attempt(function: Callable[[], Any], n_items: int, *, folder: str, resumes: bool) -> tuple[Any, Failure | None]:
     """Call a function of the workload for `n_items` items; return its value, or its failure.
 
-    Errors name the line in the user's code, which lies in `folder`. A full disk is no item's fault if the workload
-    `resumes`. The exception must not leave this function: its traceback would keep the failed call's tensors alive.
+    Errors name the line in the user's code, which is in `folder`. A full disk is no item's fault if the workload
+    `resumes`. The exception must not leave this function: its traceback would keep the failed call's tensors in memory.
     """
     try:
         with ending_forks():
@@ -110,21 +110,21 @@ def check_debugger_left(error: BaseException) -> None:
 
 
 def of_item(error: ItemError) -> Failure:
-    """The failure that an ItemError stands for; a user's subclass may use its attributes for something else."""
+    """The failure for an ItemError, whose attributes are checked: in a user's subclass they may mean something else."""
     kind = error.failure if isinstance(error.failure, str) and error.failure in POLICIES else "item_error"
     is_way = isinstance(error.way, tuple) and all(isinstance(each, str) for each in error.way)
     return Failure(kind, message_of(error), error.way if is_way else None)
 
 
 def may_pass(error: BaseException) -> Failure:
-    """The failure of an item that is computed again; `way` is that of the message."""
+    """The failure of an item that is computed again; its message is its `way`."""
     after = error.after if isinstance(error, Retry) and isinstance(error.after, int | float) else 0.0
     message = message_of(error) or type(error).__name__
     return Failure("item_error", message, ("retry", message), retry_after=max(0.0, after))
 
 
 def _of_exception(error: BaseException, n_items: int, folder: str, *, resumes: bool) -> Failure:
-    """The failure by the class of an exception; WorkerBrokenError if the process cannot go on after it."""
+    """The failure by the class of an exception; WorkerBrokenError if the process cannot continue after it."""
     kind = class_of(error, ITEM)
     if isinstance(error, NodeError | GPUFaultError | WorkloadError):
         return Failure(kind, message_of(error))
@@ -143,7 +143,7 @@ def _of_exception(error: BaseException, n_items: int, folder: str, *, resumes: b
 
 def _too_large(error: BaseException, kind: str, message: str, *, is_alone: bool) -> Failure:
     said = message_of(error).strip().partition("\n")[0]
-    if is_alone and said:  # larger batches are retried in halves; an item's error needs the details
+    if is_alone and said:  # a larger batch is halved and tried again, but an item's error needs the details
         message += f": {said[:LINE_LENGTH]}"
     return Failure(kind, message, (kind,))
 

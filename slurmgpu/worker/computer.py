@@ -33,15 +33,15 @@ from slurmgpu.workload import Item
 log = logging.getLogger(__name__)
 
 PAUSE_S, PAUSE_GROWTH = 2.0, 4.0
-"""How long to wait before items are retried, and the factor for the next wait."""
+"""The wait before items are retried, in seconds, and the factor for each further wait."""
 LONGEST_PAUSE_S = 300.0
-"""The longest such wait, whatever the workload asks for, because the task holds a GPU meanwhile."""
+"""The longest such wait, even if the workload asks for more, because the task holds a GPU meanwhile."""
 _PENDING = Failure("item_error", "not computed")
 
 
 @dataclass
 class TakenIn:
-    """The items of a shard in `batches`, and its `rows` before they are computed: with Failures of some items.
+    """The items of a shard in `batches`, and its `rows` so far: Failures of items that cannot be read or sorted.
 
     `names` and `kept` are the names and kept fields of items, by index.
     """
@@ -90,12 +90,12 @@ def common_failure(shards: Sequence[Computed]) -> Failure | None:
 
 
 class _SampledError(Exception):
-    """Enough items of this shard failed alike: another shard will show whether all do."""
+    """Enough items of this shard failed in the same way; another shard will show whether all do."""
 
 
 @dataclass
 class _Shard:
-    """A shard while it is computed: its rows so far, and calls that are put off to its end.
+    """A shard while it is computed: its rows so far, and calls that are postponed to its end.
 
     `alone` are the failures of calls of one item.
     """
@@ -107,7 +107,7 @@ class _Shard:
     alone: dict[int, Mapping[str, Any] | Failure] = field(default_factory=dict)
 
     def called(self, index: int) -> str:
-        """An item in the log: by its index, and its name if it has one."""
+        """The words for an item in the log: its index, and its name if it has one."""
         names = self.taken_in.names
         return f"item {index}" + (f" ({names[index]})" if index in names else "")
 
@@ -117,22 +117,23 @@ class Computer:
     """Computes shards with one loaded workload.
 
     `on_batch(indices, isolated, ahead)` is called before each call of the workload, to record what was in flight if the
-    worker dies: these items, and the first of those that are prepared `ahead` meanwhile, None if none are. Ranks of a
-    group `agree(failure)` on how each call ended, so that all go on alike; ranks without `keeps_rows` only take part in
-    the calls. The workload writes its notes on a shard into `noted`. Errors name the line in the user's code, which
-    lies in `folder`.
+    worker dies: these items, and the first item that is prepared `ahead` meanwhile, if any. Ranks of a group
+    `agree(failure)` on how each call ended, so that all continue in the same way; ranks without `keeps_rows` only take
+    part in the calls. The workload writes its notes on a shard into `noted`. Errors name the line in the user's code,
+    which is in `folder`.
 
-    Failures that may pass are retried up to `retries` times, at the shard's end: rank 0 tells the others with
-    `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
+    Failures that may pass are retried up to `retries` times, at the shard's end: rank 0 sends the others what to retry
+    with `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
     Rows get the fields `kept` of their items, by column; the log names an item by its field `key`.
 
-    As long as all calls fail alike, and the worker `doubts()` that the workload works, a call is not halved, which
-    could take a program that loads a model hours. Instead its items are computed alone, in random order, until one ends
-    differently. Once `is_enough(n_failed)`, the rest of the shard is left, and the computed items are a sample. Until
-    an item is computed, `tell(text)` shows in `slurmgpu status` how all calls fail; an empty text ends that.
+    As long as all calls fail in the same way, and the worker `doubts()` that the workload works, a failed call is not
+    halved, which could take hours for a program that loads a model. Instead its items are computed alone, in random
+    order, until one ends differently. Once `is_enough(n_failed)`, the rest of the shard is left, and the computed items
+    are a sample. Until an item is computed, `tell(text)` shows in `slurmgpu status` how all calls fail; an empty text
+    ends that.
 
     If the workload prepares its items, `following()` is the first batch of the next shard, and `meanwhile()` is called
-    before each call, when the items of the next one have begun to be prepared.
+    before each call, after the preparation of the next call's items has begun.
     """
 
     workload: Adapted
@@ -198,12 +199,12 @@ class Computer:
         return found
 
     def _sorted(self, items: list[Item], key: Callable[[Item], Any], found: TakenIn) -> list[Item]:
-        """The items by the workload's `sort_key`, without those for which it raises: these are failures in `found`."""
+        """The items sorted by the workload's `sort_key`; items for which it raises become failures in `found`."""
         values, failure = self._attempt(lambda: [key(item) for item in items], len(items))
-        if failure is not None:  # asked again, for one item after the other
+        if failure is not None:  # called again, for one item after the other
             items, values = self._keyed(items, key, found)
         try:
-            # Items with equal values stay in order. Those in tuples need no order: as None of all items.
+            # Items with equal values keep their order. In tuples, equal values such as None need no order.
             order = sorted(range(len(items)), key=[*zip(values, strict=True)].__getitem__)
         except Exception as error:  # values of a user's class, or of several types
             said = f"the values of sort_key cannot be compared: {described(error)}"
@@ -259,12 +260,12 @@ class Computer:
                 is_last = number + 1 == len(batches)
                 following = None if is_last else () if is_isolated[number + 1] else batches[number + 1]
                 self._compute_batch(batch, following, shard)
-            if self.keeps_rows and len(shard.put_off) == n_put_off:  # other ranks are told later what is put off
+            if self.keeps_rows and len(shard.put_off) == n_put_off:  # other ranks learn later what is postponed
                 batches[number] = []
         self._try_again(batches, shard)
 
     def _stored(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Kept fields as they are stored, without those that a column cannot hold."""
+        """The stored values of kept fields, without those that a column cannot hold."""
         stored = {}
         for name, value in kept.items():
             with contextlib.suppress(ValueError):
@@ -272,7 +273,7 @@ class Computer:
         return stored
 
     def _try_again(self, batches: Sequence[Sequence[Item]], shard: _Shard) -> None:
-        """Call the workload again for what was put off, until nothing is, or no try is left."""
+        """Call the workload again for what was postponed, until nothing is left, or no try."""
         pause_s = PAUSE_S
         while shard.n_tries_left:
             again = self.share(shard.put_off)
@@ -291,7 +292,7 @@ class Computer:
                 self._call_narrowing([items[index] for index in called], shard, isolated=isolated)
 
     def _wanted_pause_s(self, indices: Sequence[int], shard: _Shard) -> float:
-        """The longest pause that was asked for; 0 if none was."""
+        """The longest pause that the workload asked for; 0 if it asked for none."""
         rows = (shard.done.rows[index] for index in indices)
         return max((row.retry_after or 0.0 for row in rows if isinstance(row, Failure)), default=0.0)
 
@@ -307,7 +308,7 @@ class Computer:
     def _compute_batch(self, batch: Sequence[Item], following: Sequence[Item] | None, shard: _Shard) -> None:
         """Compute one batch, before the `following` one, in pieces of `oom_batch` after memory was short.
 
-        None follows the last of a shard: then it is the first of another shard.
+        `following` is None for the last batch of a shard: then the first batch of the next shard comes.
         """
         start = 0
         while start < len(batch):
@@ -333,7 +334,7 @@ class Computer:
             self._put_rows_off(items, shard, isolated=isolated)
             return
         if self._preparer is not None:
-            self._preparer.drop()  # its items may be cut in another way now
+            self._preparer.drop()  # the next calls may have other items
         if failure.retry_after is not None and shard.n_tries_left:
             shard.done.rows.update({item.index: failure for item in items})
             self._put_items_off(items, failure, shard, isolated=isolated)
@@ -360,7 +361,10 @@ class Computer:
     def _compute_while_alike(
         self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool
     ) -> list[Item]:
-        """Compute items of a failed call alone, in random order, until one does not fail as the call; those left."""
+        """Compute items of a failed call alone, in random order, until one fails in another way or has a row.
+
+        Returns the items that are left.
+        """
         first, last = min(item.index for item in items), max(item.index for item in items)
         log.warning(
             "items %d..%d: %s; computing each alone, until one ends differently", first, last, failure.first_line
@@ -380,7 +384,7 @@ class Computer:
         return common_failure([Computed({item.index: shard.done.rows[item.index] for item in items})])
 
     def _note_way(self, failure: Failure | None) -> bool:
-        """Note how all items of a call failed, or that some did not; whether all items so far failed so."""
+        """Note how all items of a call failed, or that some did not; return whether all so far failed in that way."""
         if failure is None:
             self._has_row = True
             if self._has_told:
@@ -396,12 +400,12 @@ class Computer:
         return all_fail
 
     def _fails_for_all(self, failure: Failure) -> bool:
-        """Whether no item was computed yet, all failed as this one, and the worker doubts that any can be."""
+        """Whether all items so far failed in this way, and the worker doubts that the workload works."""
         is_alike = not self._has_row and failure.way is not None and self._ways == {failure.way}
         return is_alike and failure.kind == "item_error" and self.doubts()
 
     def _put_items_off(self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool) -> None:
-        """Note that these items are to be computed again, in one call as they failed."""
+        """Postpone these items, which failed in one call, to be computed again in one call."""
         indices = [item.index for item in items]
         shard.put_off.append((indices, isolated))
         if self.keeps_rows:
@@ -409,7 +413,7 @@ class Computer:
             log.warning("items %d..%d are put off to the end of the shard: %s", min(indices), max(indices), said)
 
     def _put_rows_off(self, items: Sequence[Item], shard: _Shard, *, isolated: bool) -> None:
-        """Put off those items of a call for which the workload returned an error that may pass."""
+        """Postpone the items of a call for which the workload returned an error that may pass."""
         if not self.keeps_rows:
             return
         rows = shard.done.rows
@@ -445,7 +449,7 @@ class Computer:
     def _arguments(self, items: Sequence[Item], ahead: Sequence[Item]) -> tuple[Any, ...]:
         """The arguments of the workload's call; begins to prepare the items `ahead`.
 
-        Each call has mappings of its own: one that fails may have changed them, and its items are called again.
+        Each call gets its own copies, because a call may change its items, and fail, and be repeated.
         """
         if self._preparer is None:
             return (own_copies(items),)
@@ -461,7 +465,7 @@ class Computer:
         return attempt(function, n_items, folder=self.folder, resumes=self.workload.resumes)
 
     def _end_if_used_up(self, failure: Failure | None) -> None:
-        """Raise WorkerBrokenError if the process had no file or thread left, and still has none after the failed call.
+        """Raise WorkerBrokenError if the process could open no more files or threads, and still cannot.
 
         If anything was computed before, that used them up, not the current items.
         """

@@ -24,11 +24,14 @@ class Deadline:
     _end: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # By the monotonic clock: the system clock may be set meanwhile.
+        # The monotonic clock, because the system clock may be set meanwhile.
         self._end = None if self.end_time is None else time.monotonic() + self.end_time - time.time()
 
     def over(self, needed_s: float = 0.0) -> str | None:
-        """Why it may not go on for `needed_s`: "told to stop" or "deadline", and from then on always; or None."""
+        """Why the worker may not continue for `needed_s`: "told to stop" or "deadline"; None if it may.
+
+        Once it is not None, it stays so.
+        """
         if self._over is None and self.stop.is_set():
             self._over = "told to stop"
         if self.end_time is None and self.late_end_times:
@@ -39,7 +42,7 @@ class Deadline:
         return self._over
 
     def end_now(self) -> float:
-        """Move the end of the walltime so close that no further shard fits; the new end."""
+        """Move the end of the walltime so close that no further shard fits; return the new end."""
         self._end = time.monotonic() + self.margin_s
         self.end_time = time.time() + self.margin_s
         return self.end_time

@@ -1,7 +1,7 @@
 """The launcher of a task's group of processes: one worker for each GPU of a node, with torchrun's environment.
 
-`python -m slurmgpu.worker.group_launcher RUN ASSIGNMENT`. The task sees one process: its pipes are those of rank 0, its
-exit code is that of the rank that failed first. No rank survives the launcher or the task.
+`python -m slurmgpu.worker.group_launcher RUN ASSIGNMENT`. The task sees one process, with the pipes of rank 0 and the
+exit code of the rank that failed first. No rank survives the launcher or the task.
 
 Ranks are forks of the launcher: a node imports PyTorch once for all of them, and they share the memory of what is
 imported. The import opens no GPU and starts no thread of PyTorch's.
@@ -43,7 +43,7 @@ LOOPBACK_INTERFACE = "lo"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """The environment variable that makes PyTorch import back ends of other packages, if it is unset or "1"."""
 DEATH_S = 5.0
-"""How long to wait for killed processes: one blocked on a disk or a GPU may not die at all."""
+"""How long to wait for killed processes, in seconds: one that is blocked on a disk or a GPU may not end at all."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_briefly({"event": "failed", "class": "workload_error", "message": message, "traceback": ""})
         return 1
     ranks: list[_Rank] = []
-    for local_rank in range(n_ranks):  # before there is any socket that they would have as well
+    for local_rank in range(n_ranks):  # before sockets are opened, which the ranks would inherit
         if (rank := _fork(ranks)) is None:
             _work(local_rank, n_ranks, arguments)
             return 0
@@ -104,7 +104,7 @@ def _launch(ranks: Sequence[_Rank], arguments: argparse.Namespace) -> int:
         if arguments.nodes > 1:
             Exit(LOOPBACK, place, int(port), secret)
     for each in ranks:
-        with contextlib.suppress(BrokenPipeError):  # it has died, and says of what below
+        with contextlib.suppress(BrokenPipeError):  # it has died; its exit code is read below
             os.write(each.told, str(place).encode())
         os.close(each.told)
     first = arguments.node_rank * len(ranks)
@@ -116,7 +116,7 @@ def _launch(ranks: Sequence[_Rank], arguments: argparse.Namespace) -> int:
 
 
 def _fork(others: Sequence[_Rank]) -> _Rank | None:
-    """Start a rank in its own session; None in the rank itself, once the launcher has told it the port."""
+    """Start a rank in its own session; return None in the rank itself, once the launcher has sent it the port."""
     ours, told = os.pipe()
     if pid := fork():
         os.close(ours)

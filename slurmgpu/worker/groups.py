@@ -43,7 +43,7 @@ BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class PeersMissingError(Exception):
-    """Some ranks did not arrive in time; `rank` waited for them with `value`."""
+    """Some ranks did not arrive in time; `rank` waited for them, with `value`."""
 
     def __init__(self, rank: int, value: Any, patience_s: float) -> None:
         super().__init__(f"other ranks did not arrive within {patience_s:g} s")
@@ -55,7 +55,7 @@ class PeersMissingError(Exception):
 class Group:
     """A rank's place in its group; the default is a group of one, which never waits.
 
-    `address` is that of the TCPStore, which `torch.distributed` finds in the environment as well.
+    `address` is the TCPStore's, which is also in the environment for `torch.distributed`.
     """
 
     rank: int = 0
@@ -67,7 +67,7 @@ class Group:
 
     @classmethod
     def of_environment(cls) -> Group:
-        """The group that the launcher made, else a group of one. The process dies with its launcher."""
+        """The launcher's group, or else a group of one. The process is killed when its launcher ends."""
         environ = os.environ
         launcher, secret = environ.pop(LAUNCHER, None), environ.pop(GROUP_SECRET, "")
         if launcher is None:

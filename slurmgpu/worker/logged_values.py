@@ -29,7 +29,7 @@ LARGEST_STEP = 2**63 - 1
 class LoggedValues:
     """Collects what `task.log` gets; `before` sends it ahead of another event, so that no published shard lacks any.
 
-    `item` is the item in hand, for a workload that takes one at a time, else None.
+    `item` is the current item of a workload that takes one at a time, else None.
     """
 
     def __init__(self, report: Report, clock: Callable[[], float] = time.monotonic) -> None:

@@ -14,7 +14,7 @@ from slurmgpu.worker.computer import TakenIn
 from slurmgpu.workload import Item
 
 MOST_AHEAD = 2
-"""How many shards are claimed ahead at most; of some only a few failed items are to be computed."""
+"""The most shards that are claimed ahead; some may have only a few failed items to compute."""
 
 Read = list[Item | tuple[int, ItemError]]
 """Items, an unreadable one as (index, ItemError)."""
@@ -37,8 +37,8 @@ class Taken:
 class Lookahead:
     """Claims and reads what comes next: one shard, or two, where one has fewer than `enough_items` to compute.
 
-    `claim` gives a free shard, None if there is none without waiting; `read` the items of spans, and `take_in` what
-    the computer makes of them. `slice_items` are read at once, a whole shard if it is 0.
+    `claim` returns a free shard, None if there is none without waiting. `read` returns the items of spans, and
+    `take_in` turns them into the computer's input. `slice_items` are read at once; a whole shard if it is 0.
     """
 
     claim: Callable[[], Taken | None]
@@ -51,7 +51,7 @@ class Lookahead:
     _is_read: bool = False
 
     def go_on(self) -> None:
-        """Read a slice of the shard that was claimed last, or claim another; of small ones two."""
+        """Read a slice of the shard that was claimed last, or claim another one, up to two if the first is small."""
         if self._reading is not None:
             self._read_on(*self._reading)
             return
@@ -73,7 +73,7 @@ class Lookahead:
         try:
             if slices:
                 items += self.read([slices.popleft()])
-        except WorkerFailedError:  # all is read again, and fails, when its turn comes
+        except WorkerFailedError:  # the shard is read again when its turn comes, and the error is raised then
             self._reading = None
             return
         # Sorting a large shard takes as long as a slice.

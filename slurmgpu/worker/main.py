@@ -1,8 +1,8 @@
 """The process of a worker: `python -m slurmgpu.worker.main RUN ASSIGNMENT`, started by the task, possibly in an image.
 
 It needs only the standard library, NumPy and h5py before it imports the workload. It reports to the task in lines of
-JSON on its original standard output (prints of the workload go to standard error) and ends when its standard input
-closes, so it dies with its task.
+JSON on its original standard output (prints of the workload go to standard error). It ends when its standard input
+closes, and so when its task ends.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_process() -> None:
-    """Run the worker as the whole of a process, whose arguments are in sys.argv."""
+    """Run the worker with the arguments in sys.argv, and end the process."""
     exit_code = main()
     if exit_code:
         # A lost CUDA context, or a collective that waits for a failed rank, may block Python's exit.

@@ -1,4 +1,4 @@
-"""Parts of an item: where there are fewer items than tasks, several tasks compute one item together.
+"""Parts of an item: if there are fewer items than tasks, several tasks compute one item together.
 
 Each of these tasks calls the workload with that item. `TaskContext.divide` cuts the work into parts; a task computes
 the parts that no other task has, and reads the values of the others from files. The first published values of a part
@@ -41,18 +41,18 @@ FOLDER = "parts"
 MOST_BYTES = 1 << 30
 """More than the values of any part."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-"""The pauses of a task that waits for the values of others; each is twice the one before."""
+"""The first and the longest pause, in seconds, of a task that waits for others' values; each is twice the previous."""
 COMPARED = 8
-"""A task looks at this many shards with parts left, and joins the one with the most: there may be hundreds."""
+"""A task compares this many shards with unclaimed parts, of maybe hundreds, and joins the one with the most."""
 
 
 @dataclass
 class Parts:
     """The parts of a run's items that the attempt of `claim` computes.
 
-    `shall_leave` says whether the attempt has to leave the item; it is asked before each part and while it waits.
-    `has_left` says that it did, also because the files cannot be used. `computed_s` and `waited_s` are the seconds that
-    it computed parts and waited for others since `begin`.
+    `shall_leave()` says whether the attempt has to leave the item; it is called before each part and while it waits.
+    `has_left` says whether it did, also because the files cannot be used. `computed_s` and `waited_s` are the seconds
+    in which it computed parts and waited for others since `begin`.
     """
 
     run: Run
@@ -83,12 +83,12 @@ class Parts:
     def shard_to_join(self, shards: Collection[int]) -> int | str | None:
         """A shard that another task holds, with many unclaimed parts; LATER if one may have some soon; or None.
 
-        A shard that this attempt has begun is not joined again, and one whose holder has not come to its first `divide`
-        is waited for during one lease. The listings may be outdated, which costs a later or a needless join.
+        A shard that this attempt has begun is not joined again. If its holder has not reached its first `divide`, the
+        shard is waited for during one lease. Outdated listings only cause a late or a needless join.
         """
         self._shards = shards
         left = [shard for shard in shards if shard not in self._begun]
-        CHANCE.shuffle(left)  # other tasks choose as well
+        CHANCE.shuffle(left)  # so that tasks that choose at the same time choose differently
         n_free: dict[int, int] = {}
         try:
             stages = self._stages() if left else {}
@@ -111,7 +111,7 @@ class Parts:
     def is_needed_elsewhere(self) -> bool:
         """Whether this task got no part of the item it joined, while another item has unclaimed parts.
 
-        Tasks that look at the same moment join the same item. Looks six times in a lease, as it reads folders.
+        Tasks that choose at the same moment may join the same item. This reads folders, so only six times in a lease.
         """
         now = time.monotonic()
         if not self.is_joined or self.computed_s or now - self._looked < self.run.plan.lease_s / RENEWALS_PER_LEASE:
@@ -156,8 +156,8 @@ class Parts:
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A workload's call, in which the first `divide` is the first of its item.
 
-        If a part failed in the call before, the other parts keep their values. Else these led to what failed, and all
-        are computed again.
+        If a part failed in the previous call, the other parts keep their values. If the call failed otherwise, the
+        values led to the failure, and all parts are computed again.
         """
 
         def calls(*given: Any) -> Any:
@@ -168,7 +168,7 @@ class Parts:
         return calls
 
     def divide(self, things: Sequence[T], compute: Callable[[Sequence[T]], Sequence[Any]]) -> list[Any]:
-        """A JSON value for each of the things; `compute` gives those of some of them, which are a part."""
+        """A JSON value for each of the things; `compute` returns the values of some of them, which are a part."""
         size = -(-len(things) // self.run.plan.parts)
         parts = [things[start : start + size] for start in range(0, len(things), size or 1)]
         stage = _Stage(self, self.folder / f"{self.shard:05d}.{self._call}.{self._stage}")
@@ -205,7 +205,7 @@ class Parts:
                 log.info("the item is left to the task that holds it: %s", error)
                 self.has_left = True
                 raise Interrupted from error
-            # Others may find other values for what is computed here, and go on with those.
+            # Other tasks may compute other values for these parts, and continue with those.
             log.warning("this task computes the remaining parts alone: %s", error)
             self._is_alone = True
 
@@ -286,11 +286,11 @@ class _Stage:
         return is_stale and self._claims.take_over(number, UNOWNED if former is UNREADABLE else former, mine)
 
     def _find(self, number: int, size: int, content_of: Callable[[int], bytes], found: dict[int, list[Any]]) -> None:
-        """Compute and publish a claimed part, unless it is published; `found` gets what stands in its file."""
+        """Compute and publish a claimed part, unless it is published; `found` gets the values in its file."""
         began = time.monotonic()
         try:
             if (values := _read(self._path(number), size)) is None:
-                # So others see this process live; a renewal that fails is tried again soon.
+                # So that others see that this process is alive; a renewal that fails is soon tried again.
                 renew = functools.partial(self._claims.renew, number, self._parts.claim)
                 with counting(renew, self._lease_s / RENEWALS_PER_LEASE, "claim of a part"):
                     content = content_of(number)
@@ -305,7 +305,7 @@ class _Stage:
             self._parts.computed_s += time.monotonic() - began
 
     def _publish(self, number: int, size: int, content: bytes) -> None:
-        """Put the values of a part where others read them; the first ones stay, unless they are damaged.
+        """Publish the values of a part for other tasks; the first ones stay, unless they are damaged.
 
         Nothing is fsynced: a file that a power failure leaves damaged is computed again.
         """
@@ -323,7 +323,7 @@ class _Stage:
 
 
 def _of_files(operation: Callable[[], T]) -> T:
-    """The result of what reads and writes files; _NotSharedError in place of an OSError."""
+    """The result of an operation on files; _NotSharedError instead of an OSError."""
     try:
         return operation()
     except OSError as error:

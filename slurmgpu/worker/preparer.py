@@ -1,4 +1,4 @@
-"""Prepare the items of a call: ahead, in a thread beside the call before it, or in the call's own thread."""
+"""Prepare the items of a call: ahead, in a second thread during the previous call, or in the call's own thread."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Preparer:
                 try:
                     return future.result()
                 finally:
-                    del future  # an exception in it would keep itself, and the tensors of its frames, alive
+                    del future  # an exception in it would keep itself, and the tensors of its frames, in memory
             _wait(future)
         return self._made(items)
 
@@ -77,9 +77,9 @@ class Preparer:
 
 
 def only_for_calls(name: str, function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, which `prepare` may not call: it would do so in the middle of a call of other items.
+    """`function`, but a call from `prepare` raises a RuntimeError: it would happen during a call for other items.
 
-    `name` is what the workload calls it. A call by `prepare` raises a RuntimeError.
+    `name` is the function's name for the workload.
     """
 
     @functools.wraps(function)
@@ -92,5 +92,5 @@ def only_for_calls(name: str, function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _wait(future: Future[Made]) -> None:
-    """Wait until a batch is prepared, whatever came of it."""
+    """Wait until a batch is prepared, or its preparation has failed."""
     future.exception()

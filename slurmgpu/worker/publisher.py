@@ -30,8 +30,8 @@ from slurmgpu.worker.side_thread import SideThread
 log = logging.getLogger("slurmgpu.worker")
 
 SYNC_S = 1.0
-"""How often the names of published shards are synced, at most: a power failure costs the last ones, which are computed
-again."""
+"""The shortest time between two syncs of the names of published shards, in seconds. A power failure may lose the names
+since the last one; those shards are computed again."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Publisher:
     _is_synced: bool = True
 
     def read_former(self, shard: int, revision: int) -> None:
-        """Read a shard's former revision, whose rows the new ones are put over; raises DamagedShardError."""
+        """Read a shard's former revision, of which new rows replace some; raises DamagedShardError."""
         self._former[shard] = retried(
             lambda: former_rows(self.run, shard, revision, self.columns), self.run.plan.lease_s
         )
 
     def begin(self, one: ComputedShard) -> None:
-        """Publish a shard; `is_beside`, that is done at the next `end`. Raises WorkerFailedError."""
+        """Publish a shard; with `is_beside` it is published by the next `end`. Raises WorkerFailedError."""
         if not self.is_beside:
             won = self._write_patiently(one)
             self._note(one)
@@ -88,7 +88,7 @@ class Publisher:
             self._writing = one, self._thread.begin(lambda: self._write_beside(one))
 
     def end(self, *, waits: bool = True) -> None:
-        """Note that the last shard is published; without `waits`, if it is. Raises WorkerFailedError."""
+        """Wait until the last shard is published, and note it; without `waits`, only if it is. WorkerFailedError."""
         if self._writing is not None and (waits or self._writing[1].done()):
             (one, future), self._writing = self._writing, None
             won = future.result()
@@ -103,13 +103,13 @@ class Publisher:
 
     def _write_beside(self, one: ComputedShard) -> bool:
         won = self._write_patiently(one)
-        if self.reports_in_threads:  # now: this process may die in the call that it is in
+        if self.reports_in_threads:  # at once, because this process may die in the current call
             self._report(one, won)
         return won
 
     def _write_patiently(self, one: ComputedShard) -> bool:
         try:
-            # After a failure write all again: it is unknown which bytes arrived.
+            # After a failure, write everything again: it is unknown which bytes arrived.
             return once_more_if_full(lambda: retried(lambda: self._write(one), self.run.plan.lease_s))
         except OSError as error:
             where = "" if error.filename else f" in {self.run.shards}"

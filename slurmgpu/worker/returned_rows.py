@@ -18,7 +18,7 @@ Kept = Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True)
 class RowConverter:
-    """Converts rows to `columns`; `title` is the workload's in messages, and `explain` may say more of a misfit."""
+    """Converts rows to `columns`. `title` is the workload's name in messages; `explain` may add why a row misfits."""
 
     title: str
     columns: Mapping[str, Column]

@@ -20,7 +20,7 @@ from slurmgpu.util.shared_files import exists, list_fresh, retried
 log = logging.getLogger(__name__)
 
 TRIES = 8
-"""After this many taken shards, a listing is outdated and made again."""
+"""After this many shards of a listing that others have taken, the shards are listed again."""
 MANY = 1000
 """With this many free shards each task starts at its own place; with fewer, all go in order."""
 GOLDEN = 0.6180339887498949
@@ -41,13 +41,13 @@ def open_shards(run: Run) -> set[int]:
 
 
 def is_open(run: Run, shard: int) -> bool:
-    """Whether a shard is to be computed, looked up by name."""
+    """Whether a shard must be computed, looked up by name."""
     return not exists(run.shard_path(shard), run.plan.lease_s)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A shard that another task holds, of whose item this one may compute parts."""
+    """A shard that another task holds; this task may compute parts of its item."""
 
     shard: int
 
@@ -132,7 +132,7 @@ class Claimer:
         self.run.claims.release(shard, self.claim)
 
     def look(self) -> str:
-        """Tell, without claiming a shard, whether there is "work"; else "complete" or "others".
+        """Return, without claiming a shard, "work" if there is any; else "complete" or "others".
 
         A task asks before it loads a model.
         """
@@ -173,7 +173,7 @@ class Claimer:
         return shard
 
     def _observe(self) -> None:
-        """Watch others' leases while there is free work, so that the dead are known when there is none."""
+        """Watch others' leases while there is free work, so that stale ones are known once there is none."""
         gap = max(self.run.plan.lease_s / 4, 10 * self._n_names / NAMES_A_SECOND)
         if time.monotonic() - self._observed >= gap:
             self._observed = time.monotonic()

@@ -23,7 +23,7 @@ class SideThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, function: Callable[[], T]) -> Future[T]:
-        """What the function returns or raises, once the thread has run it."""
+        """Run a function in the thread; return the future of its result."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True, name=self._name)
             self._thread.start()
@@ -42,6 +42,6 @@ class SideThread:
             function, future = job
             try:
                 future.set_result(function())
-            except BaseException as error:  # raised where the result is asked for
+            except BaseException as error:  # the future raises it
                 future.set_exception(error)
-            del job, function, future  # not kept until the next one comes
+            del job, function, future  # so that they are not kept until the next job

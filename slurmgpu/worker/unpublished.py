@@ -17,7 +17,7 @@ two shards, if there are more. If 95 of 100 items fail alike, MANY do so in fewe
 
 
 def is_enough(n_items: int, seconds: float) -> bool:
-    """Whether so many items that failed alike in these seconds, none computed, show that the workload is at fault."""
+    """Whether the workload is at fault, if `n_items` failed in the same way in these seconds and none was computed."""
     return n_items >= MANY or (n_items >= FEW and seconds >= LONG_S)
 
 
@@ -49,18 +49,19 @@ class Unpublished:
         return not self.is_trusted
 
     def is_enough(self, n_failed: int = 0) -> bool:
-        """Whether it is enough that so many items of the present shard fail like all of those that wait."""
+        """Whether the workload is at fault, if `n_failed` items of the current shard fail like those held back."""
         return is_enough(n_failed + self._n_items, time.monotonic() - self._began)
 
     def wants_another(self) -> bool:
-        """Whether items of another shard, drawn at random, are to show whether the workload is at fault."""
+        """Whether items of another shard, drawn at random, are needed to decide whether the workload is at fault."""
         is_decided = len(self._shards) > 1 and self.is_enough()
         return not is_decided and self._common_failure() is not None and self.doubts()
 
     def take(self, *, weighed: bool) -> list[ComputedShard]:
         """The shards, to be published.
 
-        If they are `weighed`, WorkerFailedError if much failed alike, and no shard shows yet that the workload works.
+        With `weighed`, WorkerFailedError if enough items failed in the same way, and no shard shows that the workload
+        works.
         """
         alike = self._common_failure() if weighed else None
         is_much, shards, self._shards = self._n_items >= FEW, self._shards, []

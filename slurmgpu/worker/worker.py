@@ -56,18 +56,18 @@ from slurmgpu.workload import TaskContext
 log = logging.getLogger("slurmgpu.worker")
 
 AHEAD_S = 2.0
-"""A task claims and reads further shards while it computes one, if none took longer: others may be idle meanwhile."""
+"""A task claims further shards while it computes one, if none took longer: otherwise other tasks might be idle."""
 READ_AT_ONCE = 1024
-"""How many items of them are read between two calls, about, of inputs with an index."""
+"""The number of items of these shards that are read between two calls, approximately, if the input has an index."""
 
 
 @dataclass
 class Worker:
-    """One worker process and the shards it computes; it takes no more of them once `stopping` is set.
+    """One worker process and the shards that it computes; it takes no more of them once `stopping` is set.
 
-    With a workload that `resumes`, it then also leaves the present shard, whose progress the workload saves;
-    `on_resumable` is called once such a workload is loaded. `end_times` gets an end of the walltime that is known late.
-    With `reports_in_threads`, `report` may be called in any thread, several times at once.
+    With a workload that `resumes`, it then also leaves the current shard, whose progress the workload saves;
+    `on_resumable` is called once such a workload is loaded. `end_times` gets the end of the walltime if that becomes
+    known later. With `reports_in_threads`, `report` may be called in several threads at once.
     """
 
     run: Run
@@ -217,16 +217,16 @@ class Worker:
             self._claimer.draws = self._unpublished.wants_another()
             if not self._claimer.draws:
                 self._publish_all()
-            del computed, taken_in  # its rows need not lie beside those of the next shard
+            del computed, taken_in  # frees the rows before the next shard's
 
     @property
     def _is_plain(self) -> bool:
-        """Whether one process computes whole items, and keeps nothing of one that it has begun."""
+        """Whether one process computes whole items, and saves no progress of an item."""
         return self._parts is None and self.group.world_size == 1 and not self._resumes
 
     def _code(self) -> str | None:
         """The digest of the code that has computed the last shard, None if that is unknown."""
-        # A first call may read files as well.
+        # Also the first call may read files.
         is_known = importer.present_files().is_code_known(looks=not self._has_looked)
         self._has_looked = True
         return self.assignment.code if is_known else None
@@ -266,7 +266,7 @@ class Worker:
         return Taken(shard, read_history(self.run.claims.folder, shard), self._spans(shard))
 
     def _shards(self) -> Iterator[Taken]:
-        """The shards to compute, with crash history and items; rank 0 finds them and tells the others."""
+        """The shards to compute, with crash history and items; rank 0 finds them and sends them to the others."""
         while True:
             if (ahead := self._next_ahead()) is not None:
                 self._begin(ahead.shard)
@@ -309,7 +309,7 @@ class Worker:
         return None
 
     def _spans(self, shard: int) -> Spans:
-        """The items of a shard to compute: all if the rows of the former revision cannot be read."""
+        """The items of a shard to compute; all of them if the rows of the former revision cannot be read."""
         if revision := self.run.revision_to_make(shard):
             try:
                 self._publisher.read_former(shard, revision)
@@ -337,10 +337,10 @@ class Worker:
         return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
 
     def _publish_all(self, *, weighed: bool = True) -> bool:
-        """Publish what waits, see `Unpublished.take`.
+        """Publish the shards that are held back, see `Unpublished.take`.
 
-        Samples are given back, to be computed as a whole: True if there were any. What a task that has to end leaves is
-        not `weighed`: it might be lost.
+        Shards of which only a sample was computed are given back; True if there were any. Without `weighed`, as when
+        the task has to end, shards are published even if the workload may be at fault.
         """
         shards = self._unpublished.take(weighed=weighed)
         for one in shards:
@@ -355,7 +355,7 @@ class Worker:
         self.report({"event": "skipped", "shard": shard})
 
     def _is_joined(self, shard: int) -> bool:
-        """Whether another task holds the shard, and publishes it; the event says what this one computed of it."""
+        """Whether another task holds the shard and publishes it; an event then says what this task computed of it."""
         if self._parts is None or self._shard == shard:
             return False
         self._claimer.idle_s += self._parts.waited_s
