@@ -177,6 +177,10 @@ class Executor(ABC):
         """Cancel the tasks of a job that have not started: no shard is left for them."""
         return
 
+    def requeue_preempted(self) -> None:
+        """Let the task of this process start again later, if it ends because the queue takes its allocation back."""
+        return
+
     def own_jobs(self) -> Sequence[Any]:
         """All queued jobs of this user, with one request for many runs; NoAnswerError without an answer."""
         return ()

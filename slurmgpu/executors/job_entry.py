@@ -127,6 +127,8 @@ def work(
     code = task.run_worker()
     if task.record["reason"] == "complete":
         executor_named(attempt.executor).drop_waiting(attempt.job)
+    elif task.record["failure"] == "preempted":
+        executor_named(attempt.executor).requeue_preempted()
     return code
 
 
@@ -169,6 +171,9 @@ def run_merge(folder: Path, submission: int) -> None:
             code = merge_behind(Run.open(folder), submission)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except early_signals.EndedBySignalError:
+        executor_named("slurm").requeue_preempted()
+        raise
     except SlurmGPUError as error:  # for example Slurm refuses the resubmission; Submitit would show a traceback
         log.error("%s", error)
         code = 1

@@ -165,6 +165,13 @@ class Slurm(Executor):
         except commands.SlurmUnavailableError as error:
             log.warning("pending tasks stay in the queue: %s", error)
 
+    def requeue_preempted(self) -> None:
+        """Requeue this job if it is being preempted."""
+        try:
+            commands.requeue_preempted(os.environ["SLURM_JOB_ID"])
+        except commands.SlurmUnavailableError as error:
+            log.warning("this task may not start again: %s", error)
+
     def own_jobs(self) -> list[queue.QueuedJob]:
         """One call of squeue."""
         return queue.own_jobs()

@@ -257,9 +257,7 @@ def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
         except SlurmUnavailableError as error:  # it has forgotten the job, or does not answer
             log.debug("%s", error)
             continue
-        for line in text.splitlines():
-            # Behind it come the user's words, which may look like Slurm's.
-            told = dict(re.findall(r"(?<!\S)(\w+)=(\S+)", line.partition(" Command=")[0]))
+        for told in _jobs_in(text):
             state, index = told.get("JobState", ""), told.get("ArrayTaskId")
             ended = epoch(told.get("EndTime", ""))
             if state == "FAILED" or class_of_job(state) is None or (ended or 0.0) < since.get(job_id, 0.0):
@@ -270,6 +268,27 @@ def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
             before = [Life("REQUEUED", None, False, 0, 0, "")] * int(told.get("Restarts", "0"))
             lives[job_id if index is None else f"{job_id}_{index}"] = [*before, life]
     return lives
+
+
+def requeue_preempted(job_id: str) -> None:
+    """Requeue this job if Slurm is preempting it and has given it a GraceTime.
+
+    Slurm itself requeues a job at the end of its GraceTime, and not one that ends before, as a task does at SIGTERM.
+    """
+    for told in _jobs_in(run("scontrol", "--oneliner", "show", "job", job_id)):
+        if told.get("JobId") != job_id:  # the last task of an array has the array's id, which stands for all of them
+            continue
+        is_preempted = told.get("JobState") == "RUNNING" and epoch(told.get("PreemptTime", "")) is not None
+        if is_preempted and told.get("Requeue") == "1":
+            index = told.get("ArrayTaskId")
+            run("scontrol", "requeue", job_id if index is None else f"{told['ArrayJobId']}_{index}")
+            log.info("Slurm takes this allocation back, so the task waits in the queue again")
+
+
+def _jobs_in(text: str) -> Iterator[dict[str, str]]:
+    """The jobs in the output of `scontrol --oneliner show job`, without what follows the user's words in a line."""
+    for line in text.splitlines():
+        yield dict(re.findall(r"(?<!\S)(\w+)=(\S+)", line.partition(" Command=")[0]))
 
 
 def epoch(text: str) -> float | None:

@@ -81,9 +81,15 @@ def test_a_merge_job_heeds_what_ends_it_and_passes_the_notice_over(run, tmp_path
     publish_all(run)
     run.record_submission({"submission": 1, "round": 0})
     DelayedSubmission(job_entry.run_merge, run.folder, 1).dump(run.logs / "1_submitted.pkl")
-    env = environment(tmp_path, signum, moment, **JOB)
+    (scontrol := tmp_path / "bin" / "scontrol").parent.mkdir()
+    preempted = "JobId=7 JobState=RUNNING Requeue=1 PreemptTime=2026-11-28T10:07:33"
+    scontrol.write_text(f"#!/bin/sh\necho {preempted}\necho $1 >> {tmp_path}/asked\n")
+    scontrol.chmod(0o755)
+    env = environment(tmp_path, signum, moment, **JOB) | {"PATH": str(scontrol.parent)}
     done = subprocess.run([*SUBMITIT, str(run.logs)], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, done.stderr
+    if signum == signal.SIGTERM:
+        assert "requeue" in (tmp_path / "asked").read_text()
     assert run.merged.exists() is not bool(code)
     check_that_nothing_is_left(run)
 

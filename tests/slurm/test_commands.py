@@ -338,6 +338,33 @@ def test_a_task_whose_prolog_failed_never_began(pretending):
     assert {task: life.began for task, [life] in found.items()} == began
 
 
+SHOWN = (
+    "JobId={} {}JobName=slurmgpu:run JobState={} Requeue={} Restarts=0 EndTime=2026-11-28T10:08:03 "
+    "PreemptEligibleTime=2026-11-28T10:07:29 PreemptTime={} SuspendTime=None Command=/home/ada/a.sh PreemptTime=x"
+)
+"""A line of `scontrol --oneliner show job` of 22.05.8, without what is not read."""
+TASK, PREEMPTED = "ArrayJobId=6 ArrayTaskId=3 ", "2026-11-28T10:07:33"
+
+
+@pytest.mark.parametrize(
+    ("job_id", "shown", "requeued"),
+    [
+        ("6", (6, TASK, "RUNNING", 1, PREEMPTED), ["requeue 6_3"]),
+        ("8", (8, "", "RUNNING", 1, PREEMPTED), ["requeue 8"]),
+        ("6", (6, TASK, "RUNNING", 0, PREEMPTED), []),
+        ("6", (6, TASK, "RUNNING", 1, "None"), []),  # somebody sent a signal
+        ("6", (6, TASK, "COMPLETING", 1, PREEMPTED), []),  # it was cancelled, or Slurm has ended it
+        ("6", (7, TASK, "RUNNING", 1, PREEMPTED), []),  # another task: 6 stands for all
+    ],
+)
+def test_a_task_that_is_preempted_with_a_grace_time_asks_to_be_requeued(pretending, tmp_path, job_id, shown, requeued):
+    said = SHOWN.format(*shown)
+    pretending("scontrol", f"case $* in requeue*) echo $* >> {tmp_path}/asked;; *) echo '{said}';; esac")
+    (tmp_path / "asked").touch()
+    commands.requeue_preempted(job_id)
+    assert (tmp_path / "asked").read_text().splitlines() == requeued
+
+
 def test_the_jobs_are_those_of_the_process_whatever_logname_says(cluster, monkeypatch):
     """`su` and `sudo -E` may leave it as it was."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):

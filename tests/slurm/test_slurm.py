@@ -198,7 +198,17 @@ def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_s
     }
 
 
-def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, cluster):
+@pytest.fixture
+def grace(cluster):
+    """Give jobs of QOS normal so many seconds to end once they are to be preempted."""
+    modify = ("sacctmgr", "-i", "modify", "qos", "normal", "set")
+    yield lambda seconds: cluster.run(*modify, f"GraceTime={seconds}")
+    cluster.run(*modify, "GraceTime=0")
+
+
+@pytest.mark.parametrize("grace_s", [0, 100])
+def test_a_preempted_task_is_requeued_and_the_run_completes(project, cluster, grace, grace_s):
+    grace(grace_s)
     settings = {"item_s": 0.15, "load_s": 0.1}
     folder = project(56, held_from=24, settings=settings, slurm={"qos": "normal"})
     process = start(*WAIT, "--gpus", "2", cwd=folder)
