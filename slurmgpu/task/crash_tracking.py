@@ -69,7 +69,8 @@ class Deaths:
         """
         kind = "host_oom" if was_oom else "crash"
         how = describe_exit(returncode)
-        message = self._broken or (f"the worker ran out of host memory and {how}" if was_oom else f"the worker {how}")
+        killed = ", and meanwhile the kernel killed a process of this job for lack of host memory" * was_oom
+        message = self._broken or f"the worker {how}{killed}"
         death: Death = {"class": kind, "message": message}
         limit = MAX_DEATHS_LOADING
         if self._in_flight is not None:

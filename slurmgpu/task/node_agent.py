@@ -74,7 +74,7 @@ class _Follower:
         self._sampler = sampler_of(run, attempt, lambda: self._worker.pid if self._worker else None, rank)
         self._group = ""
         self._heard = False
-        self._kills_before = 0
+        self._kills = cgroups.KillWatch()
         self._end_by: float | None = None
 
     def obey(self) -> int:
@@ -93,6 +93,7 @@ class _Follower:
 
     def _handle(self, event: TaskEvent, stack: contextlib.ExitStack) -> int | None:
         """Handle one event; an exit code to end with."""
+        self._kills.look()
         match event["event"]:
             case "tick":
                 if self._worker is not None:
@@ -128,15 +129,14 @@ class _Follower:
 
     def _start(self, order: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
         command, env = group_command(self._launcher, order["assignment"], self._rank, order["group"], self._line.host)
-        self._group, self._heard, self._kills_before = order["group"]["name"], False, cgroups.oom_kills()
+        self._group, self._heard, self._kills = order["group"]["name"], False, cgroups.KillWatch()
         self._worker = stack.enter_context(WorkerProcess(start_program(command, env, self._log_path), self._events))
 
     def _tell_end(self, code: int) -> None:
         assert self._worker is not None
         if code and not self._heard and (complaint := self._launcher.explain(self._worker.said(), code)):
             self._line.tell({"problem": self._as_problem(complaint)})
-        was_oom = cgroups.oom_kills() > self._kills_before
-        self._line.tell({"exited": code, "was_oom": was_oom, "group": self._group})
+        self._line.tell({"exited": code, "since_kill_s": self._kills.age_s, "group": self._group})
 
     def _problem(self) -> dict[str, Any] | None:
         """The faults that prevent this node from computing, before anything is started."""

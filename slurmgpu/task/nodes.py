@@ -181,7 +181,7 @@ class OtherNodes:
             self.signals.events.put(cast(WorkerEvent, told))
         elif message["exited"] != 0:
             log.error("on %s the group's processes ended with code %d", follower.node, message["exited"])
-            worker.end_as(message["exited"], message["was_oom"])
+            worker.end_as(message["exited"], message["since_kill_s"])
 
     def _give_up(self, fault: NodeFaultError) -> None:
         self.fault = self.fault or fault
@@ -200,10 +200,10 @@ class GroupProcess(WorkerProcess):
         self._first_exit: int | None = None
         super().__init__(start_program(command, env, log_path), events)
 
-    def end_as(self, code: int, was_oom: bool) -> None:
+    def end_as(self, code: int, since_kill_s: float) -> None:
         """End it because the part on another node has ended, unless it has already ended."""
         if self._process.poll() is None:
-            self._first_exit, self.was_oom = code, was_oom
+            self._first_exit, self.since_kill_s = code, since_kill_s
             self.end()
 
     def wait(self) -> int:

@@ -90,6 +90,8 @@ class Task:
             self._end_at(attempt.end_time)
         self._leases = Leases(run, attempt, self.record["node"])
         self._deaths = Deaths(run, attempt.submission)
+        self._kills = cgroups.KillWatch()
+        self._begun = 0.0  # when the worker began what it does, as far as it is known
         self._heard = False
         self._was_told = False
         self._keeps_progress = False
@@ -190,7 +192,7 @@ class Task:
 
     def _run_a_worker(self, signals: StopSignals, others: OtherNodes) -> int | None:
         """Run one worker to its end; the exit code of the task, None if another worker is to go on."""
-        kills_before = cgroups.oom_kills()
+        self._kills, self._begun = cgroups.KillWatch(), time.monotonic()
         self._heard = self._keeps_progress = False
         self.record["reason"], self._exit_by = None, float("inf")
         self._learn_end()
@@ -215,7 +217,8 @@ class Task:
             signals.pause(0.5)
         if not self._heard and (complaint := self._launcher.explain(worker.said(), returncode)):
             raise complaint
-        return self._add_death(returncode, was_oom=worker.was_oom or cgroups.oom_kills() > kills_before)
+        since_kill_s = min(self._kills.age_s, worker.since_kill_s)
+        return self._add_death(returncode, was_oom=since_kill_s < time.monotonic() - self._begun + cgroups.LATE_S)
 
     def _is_done(self, returncode: int) -> bool:
         """Whether the worker had done its work when it ended."""
@@ -299,6 +302,9 @@ class Task:
     def handle(self, event: TaskEvent) -> None:
         """Handle one event, and keep leases and the record fresh."""
         self.writer.add_event(event)
+        self._kills.look()
+        if event["event"] in ("batch", "progress", "waiting", "published"):
+            self._begun = time.monotonic()  # what the kernel killed before, the worker has outlived
         match event["event"]:
             case "gpus":
                 self._sampler.use_gpus(event["uuids"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -151,8 +152,8 @@ def start_program(command: list[str], env: dict[str, str], log_path: Path) -> St
 class WorkerProcess:
     """A worker in its own session, its events read into a queue; killed with all its children at the end."""
 
-    was_oom = False
-    """Whether host memory was short on another node of the task."""
+    since_kill_s = math.inf
+    """The seconds since the kernel killed a process for lack of memory on another node of the task, at the end."""
 
     def __init__(self, started: Started, events: Events) -> None:
         self._process, self._log_path, self._log_start = started

@@ -6,8 +6,12 @@ cgroup-v1/memory.html (memory.oom_control).
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 
+LATE_S = 5.0
+"""How long a kill, or a worker's word on what it does, may stay unread."""
 ROOT = Path("/sys/fs/cgroup")
 
 
@@ -17,6 +21,29 @@ def oom_kills() -> int:
     Only the difference between two calls is meaningful. Slurm limits the step, the job, or both.
     """
     return sum(_counter(file) for file in _counter_files())
+
+
+class KillWatch:
+    """When the kernel last killed a process of this job for lack of memory, if `look` is called every second or so."""
+
+    def __init__(self) -> None:
+        self._n_kills, self._looked, self._risen = oom_kills(), time.monotonic(), -math.inf
+
+    def look(self) -> None:
+        """Read the counter, but not more than once a second."""
+        if time.monotonic() - self._looked > 1.0:
+            self._read()
+
+    @property
+    def age_s(self) -> float:
+        """The seconds since the counter was last seen to have risen; infinite if it never was."""
+        self._read()
+        return time.monotonic() - self._risen
+
+    def _read(self) -> None:
+        n_kills, self._looked = oom_kills(), time.monotonic()
+        if n_kills > self._n_kills:
+            self._n_kills, self._risen = n_kills, self._looked
 
 
 def memory_left() -> int | None:

@@ -151,6 +151,15 @@ def test_host_memory_that_runs_out_is_named_and_raised_on_resubmission(project, 
     assert kept.items() <= shard_times(folder).items()
 
 
+@pytest.mark.usefixtures("memory_limits")
+def test_a_crash_is_not_blamed_on_a_process_that_the_kernel_killed_long_before(project, slurmgpu):
+    faults = {"3": "hungry_child", "60": "segfault"}  # more than LATE_S later
+    folder = project(64, settings={"faults": faults, "item_s": 0.2}, slurm={"mem": "800M"})
+    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
+    [record] = records(folder)
+    assert {death["class"] for death in record["deaths"]} == {"crash"}
+
+
 def test_a_shard_that_outlasts_the_walltime_is_given_back_and_none_is_taken_that_would_not_fit(tmp_path, slurmgpu):
     # Two runs at once: Slurm ends the task of the one, and those of the other end themselves, 12 s after their start.
     minute = {"time": "00:01:00"}

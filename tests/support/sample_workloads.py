@@ -69,6 +69,10 @@ class Rows:
         block = bytearray(900 << 20)
         block[::4096] = b"x" * len(block[::4096])
 
+    def hungry_child(self, item):
+        code = "open('/proc/self/oom_score_adj', 'w').write('1000'); b = b'x' * (900 << 20)"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+
     def fill_disk(self, item):
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,5 @@
 import functools
+import math
 import signal
 
 import pytest
@@ -9,6 +10,7 @@ from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.shards.columns import Array
 from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
+from slurmgpu.util import cgroups
 from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import Computer
 from slurmgpu.workload import Item
@@ -48,6 +50,21 @@ def test_a_published_shard_makes_the_deaths_before_it_forgotten(run):
             deaths.forgive()
         deaths.take_up(0, [n], False)
         assert deaths.add_death(-signal.SIGTERM, was_oom=False, held={})[1] is None
+
+
+def test_a_kill_by_the_kernel_counts_if_it_came_since_the_worker_began_its_items(run, monkeypatch):
+    """The counter of the kernel does not say which process it killed: an own child, of long ago, or the worker."""
+    clock, kills = [1000.0], [7]
+    monkeypatch.setattr("slurmgpu.util.cgroups.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(cgroups, "oom_kills", lambda: kills[0])
+    watch = cgroups.KillWatch()
+    assert watch.age_s == math.inf
+    clock[0], kills[0] = 1060.0, 8
+    watch.look()
+    clock[0] = 1100.0
+    assert watch.age_s == 40.0
+    kills[0] = 9
+    assert watch.age_s == 0.0
 
 
 def test_an_item_that_kills_by_itself_is_quarantined_with_what_was_said_of_it(run):
