@@ -27,6 +27,7 @@ from slurmgpu.run.lock import Lock, run_lock
 from slurmgpu.run.submissions import ENDS, Submission, SubmissionLine, is_of_processes, jobs_of
 from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.early_signals import heeded
+from slurmgpu.util.shared_files import list_names
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +102,8 @@ def start(
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
         # A task of this submission may have outlived its supervisor, and others may have joined the run.
-        over = _locked_when_over(run, lambda: others_alive(run, None), logging.WARNING)
-        with heeded(), over as lock, _naming_room(run):
+        over = _locked_when_over(run, lambda: others_alive(run, None), lambda: lives, logging.WARNING)
+        with heeded(), over as (lock, _), _naming_room(run):
             report = merge.merge(run, lives, lock.check)
             forget_dead_tasks(run)
         if _goes_on(run, report, submission.round):
@@ -176,8 +177,9 @@ def merge_when_over(run: Run) -> Report:
     with heeded(), manual_jobs.log_beside(run, own_job) if own_job else contextlib.nullcontext():
         if own_job:
             _record_merge_job(run, own_job)
-        with _locked_when_over(run, lambda: _alive_as_far_as_known(run, own_job)) as lock:
-            report, has_ended = _merge_and_end(run, lives_of(run, settled=True), lock)
+        over = _locked_when_over(run, lambda: _alive_as_far_as_known(run, own_job), lambda: _settled_lives(run))
+        with over as (lock, lives):
+            report, has_ended = _merge_and_end(run, lives, lock)
         if has_ended:
             _tell_end(run, report)
         if own_job:
@@ -196,17 +198,29 @@ def _record_merge_job(run: Run, own_job: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked_when_over(run: Run, what_lives: Callable[[], str | None], level: int = logging.INFO) -> Iterator[Lock]:
-    """Hold the run's lock once nothing is alive; until then another array may start.
+def _locked_when_over(
+    run: Run, what_lives: Callable[[], str | None], ask: Callable[[], Lives | None], level: int = logging.INFO
+) -> Iterator[tuple[Lock, Lives | None]]:
+    """Hold the run's lock once nothing is alive, and yield it with the answer of `ask` about all attempts.
 
+    It is asked before, since a task that joins the run waits for the lock: a Slurm that is silent takes minutes.
     `level` is the level of the message that says what is waited for: merge jobs log INFO, a terminal only warnings.
     """
     while True:
         _wait_for_end(what_lives, level)
+        seen, lives = _submissions_and_attempts(run), ask()
         with run_lock(run.folder, "merging", patient=True) as lock:
-            if what_lives() is None:
-                yield lock
+            if what_lives() is None and _submissions_and_attempts(run) == seen:  # else another array was there
+                yield lock, lives
                 return
+
+
+def _submissions_and_attempts(run: Run) -> tuple[object, object]:
+    return run.submissions(), [name for name in list_names(run.tasks) if name.endswith(".json")]
+
+
+def _settled_lives(run: Run) -> Lives | None:
+    return lives_of(run, settled=True)
 
 
 def _wait_for_end(what_lives: Callable[[], str | None], level: int) -> None:
@@ -267,10 +281,11 @@ def merge_orphaned(run: Run, number: int) -> None:
 
     `auto_resubmit` is ignored: a task has only a part of this machine's GPUs.
     """
-    with heeded(), _locked_when_over(run, lambda: others_alive(run, None)) as lock:
+    over = _locked_when_over(run, lambda: others_alive(run, None), lambda: _settled_lives(run))
+    with heeded(), over as (lock, lives):
         if not is_orphaned(run, number):
             return  # another task has merged
-        report, has_ended = _merge_and_end(run, lives_of(run, settled=True), lock)
+        report, has_ended = _merge_and_end(run, lives, lock)
     log.info("%s", _in_words(report))
     if has_ended:
         _tell_end(run, report)
@@ -288,17 +303,18 @@ def merge_behind(run: Run, submission: int) -> int:
             f"{run.folder / 'submissions.jsonl'} has no submission {submission}, which this job should merge: its line "
             f"is damaged or was removed. To merge what is published: slurmgpu merge {run.typed}"
         )
-    over = True
-    with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock, _naming_room(run):
+    goes_on = False
+    over = _locked_when_over(run, lambda: others_alive(run, last.get("array_job")), lambda: _settled_lives(run))
+    with over as (lock, lives), _naming_room(run):
         # Slurm requeues a job whose end slurmctld has missed; then `on_end` has run already.
         had_ended = run.submission(submission).get("state") == "ended"
         _refuse_lost(run, submission)
-        report = merge.merge(run, lives_of(run, settled=True), lock.check)
+        report = merge.merge(run, lives, lock.check)
         forget_dead_tasks(run)
     log.info("%s", _in_words(report))
     try:
         if not report["complete"] and (later := _later(run, last)) is not None:
-            over = False
+            goes_on = True
             if later["state"] == "queued":
                 log.warning("submission %d computes what is missing", later["submission"])
                 _once_answered(lambda: executor_named(last["executor"]).hand_over(last, jobs_of(later)))
@@ -308,7 +324,7 @@ def merge_behind(run: Run, submission: int) -> int:
                 )
         elif _goes_on(run, report, last["round"]):
             outcome = _once_answered(lambda: start(run, lambda _: _next(run, last["round"] + 1), patient=True))
-            over = False
+            goes_on = True
             log.warning("resubmitted as %s. %s", ", ".join(outcome.jobs_in_words), " ".join(outcome.notes))
             _once_answered(lambda: executor_named(last["executor"]).hand_over(last, outcome.jobs))
         elif not report["complete"]:
@@ -319,7 +335,7 @@ def merge_behind(run: Run, submission: int) -> int:
             # A complete run also ends submissions by hand that are still queued.
             if line["submission"] == last["submission"] or (report["complete"] and line["state"] == "queued"):
                 run.record_submission({"submission": line["submission"], "state": "ended"})
-        if over:  # also if Slurm refused the resubmission
+        if not goes_on:  # also if Slurm refused the resubmission
             _tell_end(run, report, is_told=had_ended)
     return 0 if report["complete"] else 3
 

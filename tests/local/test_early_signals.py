@@ -17,6 +17,7 @@ from slurmgpu.executors.submission import merge_behind
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.lock import RUN_LOCK
 from slurmgpu.slurm.own_job import own_job
 from tests.support.nightly import by_night
 from tests.support.runs import holders, let_go, published, records, wait_until
@@ -172,6 +173,22 @@ def test_a_merge_job_that_is_requeued_after_it_resubmitted_makes_no_other_submis
     assert merge_behind(again, 1) == 3
     assert handed_over == [(1, {"array_job": "9", "merge_job": "10"})] * (state == "queued")
     assert [line["state"] for line in again.submissions()] == ["ended", state, "queued"]
+
+
+def test_accounting_is_asked_before_the_run_is_locked_about_all_that_has_run(run, monkeypatch):
+    """Tasks that join wait for the lock, and a Slurm that is silent is asked for minutes."""
+    run.record_submission(run.submissions()[0] | {"merge_job": "8"})
+    monkeypatch.setenv("PATH", "/nowhere")
+    asked = []
+
+    def answer(run, *, settled):
+        asked.append((run.folder / RUN_LOCK).exists())
+        if len(asked) == 1:  # another array comes and goes
+            run.record_submission(run.submissions()[0] | {"submission": 2, "array_job": "9", "state": "ended"})
+
+    monkeypatch.setattr(submission, "lives_of", answer)
+    assert merge_behind(run, 1) == 3
+    assert asked == [False, False]
 
 
 def test_a_merge_job_that_was_killed_while_it_resubmitted_does_so_once_it_is_requeued(run, monkeypatch):
