@@ -580,6 +580,14 @@ def test_a_class_that_is_no_model_of_triples_is_refused_when_the_run_is_planned(
         Tracin(**{**FILES, **own}).facts  # noqa: B018
 
 
+def test_a_class_that_is_defined_only_beside_a_package_that_is_missing_here_is_left_to_the_tasks(files):
+    own = mixed_model(files)
+    source = (files / "mixed.py").read_text()
+    (files / "mixed.py").write_text(f"{source}\ntry:\n    import not_here.parts\nexcept ImportError:\n    del Mixed\n")
+    facts = Tracin(**{**FILES, **own}).facts
+    assert facts.not_built == "not_here is not installed, and without it mixed.py:Mixed is no model"
+
+
 def test_without_torch_a_model_of_ones_own_is_planned_by_its_checkpoint_and_the_plan_says_so(files, slurmgpu):
     write_run_file(files, **mixed_model(files))
     (files / "torch.py").write_text("raise ImportError('there is no torch here')\n")

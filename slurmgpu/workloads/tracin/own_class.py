@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,27 @@ ADVICE = (
 class NotAModelError(SlurmGPUError):
     """The file was imported, and has no class with this name that can be a model.
 
-    A task would fail in the same way, unless the file defines the class only if a package is installed that is missing
-    here.
+    `without` is a package that is missing here and that the file can do without: where it is installed, the file may
+    define another class. If there is none, a task would fail in the same way.
     """
+
+    def __init__(self, message: str, file: Path) -> None:
+        super().__init__(message)
+        self.without = _optional_and_missing(file)
+
+
+def _optional_and_missing(file: Path) -> str | None:
+    """The first package that a file imports under `try` or `if`, and that is not installed here."""
+    tree = ast.parse(file.read_bytes())
+    guards = (node for node in ast.walk(tree) if isinstance(node, ast.Try | ast.If))
+    for node in (part for guard in guards for part in ast.walk(guard)):
+        named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            named = [node.module]
+        for package in (name.partition(".")[0] for name in named):
+            if package not in sys.modules and find_spec(package) is None:
+                return package
+    return None
 
 
 def class_of(architecture: str) -> tuple[Any, Path]:
@@ -36,13 +57,15 @@ def class_of(architecture: str) -> tuple[Any, Path]:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
         raise NotAModelError(
             f"architecture = {architecture!r}: expected a class {name} in {file} that is a torch.nn.Module with a "
-            f"method losses(triples), which returns a loss for each row of head, relation and tail."
+            f"method losses(triples), which returns a loss for each row of head, relation and tail.",
+            file,
         )
     try:
         inspect.signature(cls).bind(n_entities=0, n_relations=0)
     except TypeError as error:
         raise NotAModelError(
             f"architecture = {architecture!r}: {name} cannot be built from n_entities and n_relations: {error}. "
-            f"{ADVICE}"
+            f"{ADVICE}",
+            file,
         ) from error
     return cls, file

@@ -99,8 +99,10 @@ def built(architecture: str, n_entities: int, n_relations: int) -> OwnParameters
         cls, _ = class_of(architecture)
         with torch.device("meta"):  # shapes without memory
             module = cls(n_entities=n_entities, n_relations=n_relations)
-    except NotAModelError:
-        raise
+    except NotAModelError as error:
+        if error.without is None:
+            raise
+        return f"{error.without} is not installed, and without it {architecture} is no model"
     except Exception as error:  # user code may raise any error, and a task may have what is missing here
         return described(error)
     others = {name: "a buffer" for name, _ in module.named_buffers()}
