@@ -155,9 +155,8 @@ class Submission:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether `gres` of [slurm] asks for a part of a GPU for each task, by shards or MPS, not for whole ones."""
-        names = {part.strip().partition(":")[0] for part in str(self.slurm.get("gres") or "").split(",")}
-        return bool(names & {"shard", "mps"}) and "gpu" not in names
+        """Whether each task gets a part of a GPU."""
+        return shares_gpus(self.slurm)
 
     @property
     def whole_gpus_per_task(self) -> int:
@@ -186,6 +185,12 @@ class Submission:
         if self.gpus_per_task == 0:
             return 0.0
         return None if walltime_s is None else self.n_tasks * self.gpus_per_task * walltime_s / 3600
+
+
+def shares_gpus(options: Mapping[str, Any]) -> bool:
+    """Whether `gres` of [slurm] asks for a part of a GPU for each task, by shards or MPS, not for whole ones."""
+    names = {part.strip().partition(":")[0] for part in str(options.get("gres") or "").split(",")}
+    return bool(names & {"shard", "mps"}) and "gpu" not in names
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

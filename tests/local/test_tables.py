@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,10 +20,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.cli.views.columns import FOLDING, WORDS, show_table, used_by
+from slurmgpu.cli.views.dry_run import bound_in_words
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.cli.views.status import show_status
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import submission
+from slurmgpu.executors.interface import Preview
+from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.report.build import judged_attempts, last_report, report_path
 from slurmgpu.report.status import read_status
 from slurmgpu.util.ansi import plain
@@ -146,6 +150,18 @@ def test_no_line_of_a_table_ends_with_a_blank_in_a_pipe(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 10
     assert [line for line in lines if line.endswith(" ")] == []
+
+
+def test_hours_of_gpus_that_tasks_share_are_said_to_count_whole(tmp_path, capsys):
+    said = "each counts as if it had "
+    report = reported(pretend_run(tmp_path / "run", 9000.0, n_tasks=2))
+    for gres, is_said in (("gpu:a100:1", False), ("shard:2", True), ("mps:50", True)):
+        lines = [{**line, "slurm": {"gres": gres}} for line in report["submissions"]]
+        show_report({**report, "submissions": lines})
+        assert (said in capsys.readouterr().out) is is_said
+        shown = Preview(replace(first_submission({"gpus": 2, "array": True}, 9), slurm={"gres": gres}), walltime_s=60.0)
+        shown.bound_gpu_hours = shown.submission.bound_gpu_hours(60.0)
+        assert (said in bound_in_words(shown, 0)) is is_said
 
 
 def test_missing_shards_that_lie_side_by_side_are_one_line_and_a_damaged_one_has_its_own(run, capsys):

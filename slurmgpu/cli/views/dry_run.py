@@ -218,7 +218,7 @@ def _show_limits(seen: Preview, auto_resubmit: int) -> None:
     for limit in seen.limits:
         table.add_row(*map(escape, (limit.limit, limit.value, f"asked {limit.asked}", limit.then or "fits")))
     wide_console().print(table)
-    result(_bound(seen, auto_resubmit))
+    result(bound_in_words(seen, auto_resubmit))
     for job, trial in seen.trials.items():
         result(f"{job}: {_in_words(trial)}")
     result(f"verdict: {_verdict(seen, executor.title)}")
@@ -239,7 +239,8 @@ def _verdict(seen: Preview, title: str) -> str:
     return "Slurm takes it, and it is within all of these limits"
 
 
-def _bound(seen: Preview, auto_resubmit: int) -> str:
+def bound_in_words(seen: Preview, auto_resubmit: int) -> str:
+    """The most GPU-hours that a submission can use, with what they come from."""
     submission, hours = seen.submission, seen.bound_gpu_hours
     if submission.gpus_per_task == 0:
         return "at most: no GPU-hours; it runs on CPUs"
@@ -252,6 +253,8 @@ def _bound(seen: Preview, auto_resubmit: int) -> str:
     )
     if submission.n_concurrent < submission.n_tasks:
         text += f"; {hours * submission.n_concurrent / submission.n_tasks:,.2f} by the tasks that run at once"
+    if submission.shares_gpus:
+        text += "; tasks share GPUs, and each counts as if it had one of its own"
     return text + (f"; as much again by each of {auto_resubmit} automatic resubmissions" if auto_resubmit else "")
 
 

@@ -28,6 +28,7 @@ from slurmgpu.report.build import FailedItem, Hole, Report, every_item_failed, f
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.submissions import shares_gpus
 from slurmgpu.util.amounts import count_of, stretch_of, wide_clock
 from slurmgpu.util.ansi import plain
 
@@ -55,7 +56,7 @@ def show_report(report: Report) -> None:
         f"{report['n_errors']:,} of them failed, {report['gpu_hours']:.2f} GPU-hours"
     )
     _show_origin(report)
-    _show_ledger(report["ledger"])
+    _show_ledger(report["ledger"], is_shared=any(shares_gpus(each.get("slurm", {})) for each in report["submissions"]))
     show_summary(console, report["summary"])
     _show_holes(console, report)
     _show_errors(console, report)
@@ -149,7 +150,7 @@ def _which_rows(report: Report, columns: Mapping[str, Mapping[str, int]]) -> str
     return f" slurmgpu show {shlex.quote(report['run_dir'])} --where {shlex.quote(condition)}"
 
 
-def _show_ledger(ledger: Ledger) -> None:
+def _show_ledger(ledger: Ledger, *, is_shared: bool) -> None:
     if ledger["allocated"] < MIN_HOURS:
         return
     shown = in_words(ledger)
@@ -157,6 +158,8 @@ def _show_ledger(ledger: Ledger) -> None:
     result(f"allocated: {shown.texts['allocated']} {shown.unit}: {parts}")
     if ledger["energy_kwh"] is not None:
         result(f"energy: {' '.join(energy_in_words(ledger['energy_kwh']))}")
+    if is_shared:
+        result("tasks shared GPUs: each counts as if it had a GPU of its own")
 
 
 def _show_holes(console: Console, report: Report) -> None:
