@@ -235,8 +235,8 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
             n_gpus = int(gpus[1]) if gpus else 0
             life = Life(state, class_of_job(state, exit_code), has_ended(state), int(elapsed or 0), n_gpus, node)
             lives.setdefault(task, []).append(life)
-        elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state != "COMPLETED":
-            # The state of the job itself may be FAILED.
+        elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state == "FAILED":
+            # Slurm says so of a step in which any process was killed, also where the job was cancelled later.
             lives[task][-1] = replace(lives[task][-1], failure=class_of_job(state))
         elif step == "batch" and state == "CANCELLED" and not exit_code and task in lives:
             # Measured with 22.05: one that began has a code. A prolog outlasts a task that is requeued meanwhile.

@@ -178,6 +178,23 @@ def test_what_had_ended_before_a_run_was_submitted_was_another_job_with_its_id(p
     }
 
 
+@pytest.mark.parametrize(
+    ("state", "failure"),
+    [
+        ("FAILED", "host_oom"),
+        ("CANCELLED by 1000", "cancelled"),
+        ("PREEMPTED", "preempted"),
+        ("TIMEOUT", "timeout"),
+        ("NODE_FAIL", "node_fail"),
+    ],
+)
+def test_a_step_in_which_the_kernel_killed_a_process_tells_only_why_its_job_failed(pretending, state, failure):
+    lines = [f"6_0|{state}|70|gres/gpu=1|gpu1|0:0|Unknown", "6_0.0|OUT_OF_MEMORY|70|gres/gpu=1|gpu1|0:125|Unknown"]
+    pretending("sacct", "cat <<END\n" + "\n".join(lines) + "\nEND")
+    [life] = commands.accounting(["6"], {})["6_0"]
+    assert life.failure == failure
+
+
 def test_of_an_array_that_has_no_merge_job_the_queue_says_when_it_has_ended(pretending, tmp_path):
     run = pretend_run(tmp_path / "run", 300, n_tasks=1)
     pretending("squeue", "true")
