@@ -224,7 +224,12 @@ class Slurm(Executor):
                 if dependency is None:
                     continue  # it was cancelled
                 renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
-                _set_dependency(job, renamed)
+                try:
+                    _set_dependency(job, renamed)
+                except commands.SlurmUnavailableError as error:
+                    if error.is_silent:
+                        raise
+                    log.warning("job %s waits for this job, which ends: %s", job, error)  # the others go on
 
     def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:
         """The command, run by srun."""

@@ -357,6 +357,23 @@ def test_a_run_that_is_queued_while_the_one_before_is_resubmitted_waits_for_the_
     commands.cancel(array, *merges, line["array_job"], line["merge_job"])
 
 
+def test_a_waiting_job_that_slurm_does_not_change_keeps_no_other_from_the_next_merge(monkeypatch, caplog):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(queue, "own_jobs", list)
+    monkeypatch.setattr(queue, "dependents", lambda job: [("11", f"afterok:{job}"), ("12", f"afterok:{job}")])
+    asked = []
+
+    def run(*command):
+        asked.append(command[2:])
+        if "JobId=11" in command:
+            raise commands.SlurmUnavailableError("scontrol update failed: Job/step already completing or completed")
+
+    monkeypatch.setattr(commands, "run", run)
+    Slurm().hand_over({"merge": {}}, {"merge_job": "9"})
+    assert asked == [("JobId=11", "Dependency=afterok:9"), ("JobId=12", "Dependency=afterok:9")]
+    assert "job 11 waits for this job, which ends: scontrol update failed" in caplog.text
+
+
 @pytest.mark.slurm
 def test_a_model_parallel_task_holds_all_gpus_of_its_job(project, slurmgpu, sbatch):
     folder = project(40)
