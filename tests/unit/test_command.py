@@ -656,11 +656,13 @@ def test_a_kill_for_lack_of_host_memory_is_the_workers_if_an_item_is_alone(one, 
     kills = itertools.count()
     monkeypatch.setattr("slurmgpu.util.cgroups.oom_kills", lambda: next(kills))
     monkeypatch.setattr(process, "SETTLE_S", 0.0)
-    with pytest.raises(WorkerBrokenError, match=r"out of host memory: .* died by SIGKILL"):
+    with pytest.raises(
+        WorkerBrokenError, match=r"the kernel killed a process of this job for lack of host memory: .* died by SIGKILL"
+    ):
         one("import os; os.kill(os.getpid(), 9)")(items("a"))
-    with pytest.raises(MemoryError, match="out of host memory"):
+    with pytest.raises(MemoryError, match="for lack of host memory"):
         score("os.kill(os.getpid(), 9)")(items("a", "b"))
-    with pytest.raises(WorkerBrokenError, match=r"out of host memory: .* exited with code 1: rank 0 was killed"):
+    with pytest.raises(WorkerBrokenError, match=r"for lack of host memory: .* exited with code 1: rank 0 was killed"):
         one("import sys; sys.exit('rank 0 was killed')")(items("a"))
 
 
