@@ -162,7 +162,7 @@ def test_a_method_that_the_loop_cannot_call_is_refused_at_planning(tmp_path, bod
 @pytest.mark.parametrize(
     "body",
     [
-        "    loss = None\n    def __init__(self, kind='ce'):\n        self.loss = {'ce': self.ce}[kind]\n",
+        "    loss = None\n    def __init__(self, k='ce'):\n        self.loss, self.metrics = {'ce': self.ce}[k], []\n",
         "    def __init__(self):\n        self.loss, self.seen = self.ce, 0\n",
         "    def loss(self): ...\n    def __init__(self):\n        self.loss: object = self.ce\n",
         "    a: int = 1\n    def __post_init__(self):\n        self.loss = self.ce\n",
@@ -175,6 +175,7 @@ def test_a_method_may_be_set_when_the_class_is_made(tmp_path, body):
     for name in (full_name, full_name.replace(":C", ":D")):
         for found in (training_class.read_class(name), training_class.class_of(training_class.load_class(name))):
             assert "loss" in found.methods
+            assert found.optional == []
     with pytest.raises(SlurmGPUError, match="no method 'loss'"):
         training_class.read_class(
             source_of(tmp_path, "class C:\n    def __init__(self):\n        self.loss = None\n" + rest)

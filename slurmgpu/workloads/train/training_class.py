@@ -25,6 +25,7 @@ EXPECTED = "expected model(), data(split) and loss(model, batch), as docs/how-to
 TYPES = ("int", "float", "bool", "str")
 PLAIN = (int, float, str, type(None))
 BEGIN = ("__init__", "__post_init__")
+"""The methods that may set needed ones. The name of another one may be that of a value: `self.metrics = []`."""
 OPTIONAL = re.compile(r"(\w+) \| None|None \| (\w+)|(?:typing\.)?Optional\[(\w+)\]")
 
 
@@ -132,7 +133,7 @@ def class_of(cls: type[Any]) -> TrainingClass:
     """The description of an imported class."""
     found = {name: value for base in reversed(cls.__mro__[:-1]) for name, value in vars(base).items()}
     later = {name for base in cls.__mro__[:-1] for method in BEGIN for name in _stored_by(vars(base).get(method))}
-    methods = frozenset(name for name, value in found.items() if not isinstance(value, PLAIN)) | later
+    methods = frozenset(name for name, value in found.items() if not isinstance(value, PLAIN)) | (later & {*NEEDED})
     misfits = {}
     for name in CALLED_WITH.keys() & found.keys() - later:
         is_static = isinstance(found[name], staticmethod)
@@ -199,7 +200,7 @@ def _describe(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Traini
     own, plain, later = _names_bound(node), _plain_values(node), _set_later(node)
     misfits = {**{name: misfit for name, misfit in found.misfits.items() if name not in own}, **_misfits(node)}
     misfits = {name: misfit for name, misfit in misfits.items() if name not in later}
-    found = replace(found, methods=((found.methods | own) - plain) | later, misfits=misfits)
+    found = replace(found, methods=((found.methods | own) - plain) | (later & {*NEEDED}), misfits=misfits)
     decorators = {ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list}
     init = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
     if init is not None:
