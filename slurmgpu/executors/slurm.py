@@ -199,10 +199,11 @@ class Slurm(Executor):
         """The array waits for the merge jobs of now: one that has ended since did not find it in the queue."""
         line = run.last_submission()
         try:
-            with run_lock(run.folder, "postponing", patient=True):
+            with run_lock(run.folder, "postponing", patient=True) as lock:
                 missing = [other for other in others if not is_complete(other)]
                 jobs = dict.fromkeys(job for other in missing for job in self.jobs_completing(other))
                 if jobs.keys() - set(line["after"]):
+                    lock.check()
                     _set_dependency(line["array_job"], ",".join(f"afterok:{job}" for job in jobs))
         except commands.SlurmUnavailableError as error:
             log.warning("if a run that this one waits for was resubmitted just now, Slurm cancels this one: %s", error)
@@ -219,11 +220,13 @@ class Slurm(Executor):
         for job, _ in queue.dependents(own_job):
             folder = queued[job].run_folder if job in queued else None
             # scontrol replaces the whole dependency, as the merge of another run may do that the job waits for as well.
-            with run_lock(folder, "postponing", patient=True) if folder else contextlib.nullcontext():
+            with run_lock(folder, "postponing", patient=True) if folder else contextlib.nullcontext() as lock:
                 dependency = dict(queue.dependents(own_job)).get(job)
                 if dependency is None:
                     continue  # it was cancelled
                 renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
+                if lock is not None:
+                    lock.check()
                 try:
                     _set_dependency(job, renamed)
                 except commands.SlurmUnavailableError as error:
