@@ -205,8 +205,8 @@ class Slurm(Executor):
                 if jobs.keys() - set(line["after"]):
                     lock.check()
                     _set_dependency(line["array_job"], ",".join(f"afterok:{job}" for job in jobs))
-        except commands.SlurmUnavailableError as error:
-            log.warning("if a run that this one waits for was resubmitted just now, Slurm cancels this one: %s", error)
+        except SlurmGPUError as error:  # it is queued, and mostly as it should be
+            log.warning("if what job %s waits for has ended just now, Slurm cancels it: %s", line["array_job"], error)
 
     def hand_over(self, line: SubmissionLine, jobs: Mapping[str, str]) -> None:
         """Jobs that wait for this merge job wait for the next one, which sends the mail as well."""

@@ -357,6 +357,14 @@ def test_a_run_that_is_queued_while_the_one_before_is_resubmitted_waits_for_the_
     commands.cancel(array, *merges, line["array_job"], line["merge_job"])
 
 
+def test_a_run_that_is_queued_stays_so_if_what_it_waits_for_cannot_be_asked_again(tmp_path, monkeypatch, caplog):
+    first, second = (pretend_run(tmp_path / name, 300.0) for name in ("first", "second"))
+    monkeypatch.setattr(queue, "own_jobs", list)  # the other run's merge is over, and here its file is not seen yet
+    Slurm().wait_for(second, [first])
+    assert "job 4711 waits for has ended just now, Slurm cancels it: " in caplog.text
+    assert "Slurm has no job that will complete it" in caplog.text
+
+
 def test_a_waiting_job_that_slurm_does_not_change_keeps_no_other_from_the_next_merge(monkeypatch, caplog):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(queue, "own_jobs", list)
