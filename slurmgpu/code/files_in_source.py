@@ -25,11 +25,15 @@ _OPTIONS = frozenset({"add_argument", "option", "Option"})
 """Calls that declare an option, of argparse, click and Typer."""
 _NO_OUTPUTS = frozenset({"write", "writelines", "mkdir", "makedirs", "FileHandler", "basicConfig"})
 """Calls whose argument is no file name, or names a log, to which several processes may append."""
-_MAKES_FOLDERS = frozenset({"mkdir", "makedirs"})
 OUTPUT_FOLDERS = frozenset(
     {"output_dir", "out_dir", "outdir", "save_dir", "log_dir", "logging_dir", "dirpath", "default_root_dir", "work_dir"}
 )
 """Names that transformers, Lightning and others give to arguments and options for an output folder."""
+_OUTPUT_OPTIONS = OUTPUT_FOLDERS | {
+    *("out", "output", "output_path", "save_path", "result_dir", "results_dir", "checkpoint_dir", "ckpt_dir"),
+    *("exp_dir", "run_dir", "logdir", "workdir", "savedir"),
+}
+"""Names of options for what a script writes."""
 _APPENDS = frozenset({"a", "ab", "at", "a+"})
 _FILE = re.compile(r"(?!/dev/)[^\s*?]*[^\s*?/.]\.[A-Za-z]\w{0,9}")
 _WRITES = (
@@ -67,15 +71,7 @@ class FilesInSource(ast.NodeVisitor):
         """Names of variables and attributes in such calls."""
         self._assigned: list[tuple[set[str], set[str]]] = []
         """The names of variables, arguments and options, with the texts in their values."""
-        self._made: set[str] = set()
-        """Names of variables and attributes with folders that it makes, or with the first part of their paths."""
-        self._varied: set[str] = set()
-        """Names that are assigned anything but a variable or attribute of the same name."""
-        self._defaults: dict[str, str] = {}
-        """Fixed paths that are defaults of options, by the option's name."""
         self.visit(tree)
-        folders = OUTPUT_FOLDERS | (self._made - self._varied)
-        self.output_options |= {option: path for option, path in self._defaults.items() if option in folders}
 
     def read_texts(self) -> set[str]:
         """The texts that may name modules or files that it reads, without the names of files that it writes."""
@@ -122,14 +118,13 @@ class FilesInSource(ast.NodeVisitor):
                 pass
             case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value="CUDA_VISIBLE_DEVICES"))]):
                 self.gpus_line = node.lineno
-        for target in node.targets:
-            self._assign(target, node.value)
+        self._assigned += [(_path_in(target)[1], _path_in(node.value)[0]) for target in node.targets]
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         """`cache: str = "cache.json"`, also as a field of a class."""
         if node.value is not None:
-            self._assign(node.target, node.value)
+            self._assigned.append((_path_in(node.target)[1], _path_in(node.value)[0]))
         self.generic_visit(node)
 
     def visit_arguments(self, node: ast.arguments) -> None:
@@ -139,11 +134,6 @@ class FilesInSource(ast.NodeVisitor):
         pairs += [(each.arg, value) for each, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value]
         self._assigned += [({name}, _path_in(value)[0]) for name, value in pairs]
         self.generic_visit(node)
-
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        names = _path_in(target)[1]
-        self._assigned.append((names, _path_in(value)[0]))
-        self._varied |= names - {_fixed_folder(value)}
 
     def _add_path(self, parts: Sequence[ast.expr]) -> None:
         """Add the constant parts at the end of a path, joined."""
@@ -162,8 +152,8 @@ class FilesInSource(ast.NodeVisitor):
             return
         option = str(call.args[0].value).lstrip("-").replace("-", "_")
         self._assigned.append(({option}, _path_in(default)[0]))
-        if path := _spelt_out(default):
-            self._defaults[option] = path
+        if option in _OUTPUT_OPTIONS and (path := _spelt_out(default)):
+            self.output_options[option] = path
 
     def _add_outputs(self, name: str, call: ast.Call) -> None:
         """`open("log.txt", "w")`, `frame.to_csv(path)`, `TrainingArguments(output_dir="out")`."""
@@ -172,9 +162,6 @@ class FilesInSource(ast.NodeVisitor):
             texts, variables = _path_in(path)
             self._written |= texts
             self._written_names |= variables
-        if name in _MAKES_FOLDERS:
-            # The folder is the argument of a function of `os`, or the object of a method.
-            self._made |= {folder for folder in map(_fixed_folder, written[:2]) if folder is not None}
         whole = {path for path in map(_spelt_out, written) if path is not None}
         if name not in _NO_OUTPUTS and not _APPENDS & whole:
             self.outputs |= {path for path in whole if _FILE.fullmatch(path)}
@@ -216,20 +203,6 @@ def _path_in(node: ast.expr) -> tuple[set[str], set[str]]:
             return set(), set()
     found = list(map(_path_in, parts))
     return set().union(*(texts for texts, _ in found)), set().union(*(names for _, names in found))
-
-
-def _fixed_folder(node: ast.expr) -> str | None:
-    """The only variable or attribute in the expression of a path, at its beginning; None for other expressions."""
-    match node:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name
-        case ast.BinOp(left=first, op=ast.Div(), right=right):
-            others = [right]
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[first, *others]) if name in _MAKE_PATHS:
-            pass
-        case _:
-            return None
-    return _fixed_folder(first) if None not in map(_spelt_out, others) else None
 
 
 def _spelt_out(node: ast.expr) -> str | None:
