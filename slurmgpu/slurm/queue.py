@@ -51,7 +51,9 @@ class QueuedJob:
     def to_json(self, is_merge: bool) -> Job:
         """The job in the JSON of status."""
         n_tasks = 0 if is_merge else len(indices_of(self.job_id))  # "1234_[5-9,12%4]" has six
-        told = {"job_id": self.job_id, "state": self.state, "reason": self.reason}
+        # RequeueExitHold of slurm.conf: it is pending, and held.
+        state = "PENDING" if self.state == "SPECIAL_EXIT" else self.state
+        told = {"job_id": self.job_id, "state": state, "reason": self.reason}
         job = cast(Job, {**told, "start": self.start, "n_tasks": n_tasks})
         return {**job, "start": None} if is_held(job) else job
 

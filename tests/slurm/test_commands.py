@@ -11,6 +11,7 @@ from slurmgpu.errors import MayBeQueuedError
 from slurmgpu.executors import registry, slurm_jobs, slurm_preview
 from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.report.attempts import Life, attempts_of
+from slurmgpu.report.queued import is_held
 from slurmgpu.report.status import StatusReader
 from slurmgpu.slurm import accounting, commands, facts, queue
 from slurmgpu.slurm.survey import survey
@@ -136,6 +137,16 @@ def test_what_will_run_again_is_in_the_queue_and_what_has_ended_is_not(pretendin
     ]
     pretending("squeue", f"printf '{''.join(records)}'")
     assert tuple(job.state for job in queue.own_jobs()) == STATES
+
+
+def test_a_task_that_slurm_holds_for_its_exit_code_is_shown_as_held(pretending):
+    """squeue's answer of 22.05.8 with RequeueExitHold=1 in slurm.conf."""
+    line = [str(os.getuid()), "1_0", "SPECIAL_EXIT", "JobHeldUser", "slurmgpu:x", "2026-11-28T09:59:49", "", "/", "x"]
+    pretending("squeue", "printf '" + "\\037".join(line) + "\\036\\n'")
+    [job] = queue.own_jobs()
+    told = job.to_json(is_merge=False)
+    assert is_held(told)
+    assert (told["state"], told["start"]) == ("PENDING", None)
 
 
 @pytest.mark.parametrize(
