@@ -12,9 +12,9 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.submissions import SubmissionLine
 from slurmgpu.slurm.accounting import lives_of
+from slurmgpu.slurm.limits import MEMORY_OPTIONS
 
 MEMORY_FACTOR = 1.5
-MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 
 
 def learn(

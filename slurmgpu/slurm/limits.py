@@ -18,6 +18,7 @@ from slurmgpu.util.amounts import count_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
 GPU = "gres/gpu"
+MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 QOS, ASSOCIATION = "QOS", "Assoc"
 
 
@@ -216,16 +217,38 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
         refuses = facts.config.get("EnforcePartLimits", "NO") != "NO"
         never = REFUSED if refuses else f"{NEVER} (PartitionTimeLimit)"
         yield _of_walltime(asked, f"MaxTime of partition {name}", partition.get("MaxTime", ""), never)
-    if not asked.whole_gpus_per_task or name not in facts.gpus:
+    if name not in facts.gpus:
         return
     kind = asked.gpu_type or ""
     counts = [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus[name]]
     what = f"{kind} GPUs" if kind else "GPUs"
-    most, per_node = max(counts, default=0), asked.gpus_per_task // asked.nodes_per_task
+    most, per_node = max(counts, default=0), asked.whole_gpus_per_task // asked.nodes_per_task
+    if _gets_all_memory(asked, partition, facts.config):
+        yield _of_nodes(asked, name, sum(count >= per_node for count in counts))
+    if not asked.whole_gpus_per_task:
+        return
     lacks = f"no node has {per_node}" if counts else "it has no nodes"
     then = f"{REFUSED}: {lacks}" if per_node > most else ""
     yield Limit(f"{what} of a node of partition {name}", str(most), str(per_node), then)
     yield _at_once(asked, f"{what} of partition {name}", sum(counts), "Resources")
+
+
+def _of_nodes(asked: Submission, partition: str, n_nodes: int) -> Limit:
+    """A limit on the tasks at once, each of which gets all memory of its nodes."""
+    wanted, n_tasks = asked.n_concurrent * asked.nodes_per_task, n_nodes // asked.nodes_per_task
+    fewer = f"{_fewer(n_tasks, 'Resources')}: each gets all memory of its node, as no mem is asked for"
+    then = fewer if 0 < n_tasks < asked.n_concurrent else ""
+    return Limit(f"nodes of partition {partition}", str(n_nodes), f"{wanted} at once", then)
+
+
+def _gets_all_memory(asked: Submission, partition: Row, config: Mapping[str, str]) -> bool:
+    """Whether Slurm gives a task all memory of its nodes, because neither the task nor the cluster names an amount."""
+    if asked.sbatch_options.keys() & MEMORY_OPTIONS or "MEMORY" not in config.get("SelectTypeParameters", ""):
+        return False
+    defaults = f"{config.get('JobDefaults')} {partition.get('JobDefaults')}"
+    if asked.whole_gpus_per_task and "DefMemPerGPU" in defaults:
+        return False
+    return config.get("DefMemPerNode") == partition.get("DefMemPerNode") == "UNLIMITED"
 
 
 def _of_rule(asked: Submission, held: Held) -> Limit:

@@ -16,6 +16,12 @@ PARTITION = {"PartitionName": "gpu", "Default": "YES", "MaxTime": "02:00:00", "D
 USERS = {"User": "ada", "Account": "lab", "Partition": "", "DefaultQOS": "normal"}
 LAB, FACULTY = {**USERS, "User": "", "ParentName": "faculty"}, {**USERS, "User": "", "Account": "faculty"}
 QOS = dict.fromkeys(facts.QOS_KEYS, "")
+UNLIMITED = {"DefMemPerNode": "UNLIMITED"}
+NO_DEFAULT = {"SelectTypeParameters": "CR_CORE_MEMORY", **UNLIMITED, "partition": PARTITION | UNLIMITED}
+"""What scontrol shows where slurm.conf sets no DefMemPerCPU, DefMemPerNode or DefMemPerGPU."""
+ALL_MEMORY = (
+    "2 of its tasks run at once, the others pend (Resources): each gets all memory of its node, as no mem is asked for"
+)
 
 
 def submission(n_tasks=8, gpus=1, n_concurrent=None, **slurm):
@@ -96,6 +102,20 @@ def test_a_walltime_without_end_is_none(text):
             "MaxJobs of ada in account lab",
             "5 of its tasks run at once, the others pend (AssocMaxJobsLimit)",
         ),
+        *[
+            (submission(**given), known, "nodes of partition gpu", then)
+            for given, known, then in [
+                ({}, NO_DEFAULT, ALL_MEMORY),
+                ({"n_tasks": 2}, NO_DEFAULT, ""),
+                ({"gpus": 0}, NO_DEFAULT, ALL_MEMORY),
+                ({"gpus": 0}, {**NO_DEFAULT, "JobDefaults": "DefMemPerGPU=1000"}, ALL_MEMORY),
+                ({"n_tasks": 3}, {**NO_DEFAULT, "gpus": (4, 4, 0)}, ALL_MEMORY),  # the third node has no GPU
+                ({}, {**NO_DEFAULT, "JobDefaults": "DefMemPerGPU=1000"}, None),
+                ({}, {**NO_DEFAULT, "partition": PARTITION | {"DefMemPerCPU": "500"}}, None),
+                ({}, {**NO_DEFAULT, "SelectTypeParameters": "CR_CORE"}, None),
+                ({"mem_per_cpu": "1G"}, NO_DEFAULT, None),
+            ]
+        ],
         (submission(), {"qos": {"MaxSubmitJobsPerUser": "9"}}, "MaxSubmitJobsPerUser of QOS normal", ""),
         (submission(), {"qos": {"GrpSubmitJobs": "8"}}, "GrpSubmitJobs of QOS normal", "sbatch refuses it"),
         (submission(), {"MaxJobCount": "8"}, "MaxJobCount, of all users", "sbatch refuses it"),
