@@ -94,6 +94,16 @@ def test_a_part_of_a_dead_task_is_computed_once_its_claim_is_stale(tmp_path):
     assert mine.waited_s > 0.3
 
 
+def test_a_part_that_a_dead_worker_of_this_attempt_held_is_computed_at_once(run):
+    mine, seen = parts_of(run, "one"), []
+    stage_folder(run).mkdir(parents=True)
+    claims = Claims(stage_folder(run))
+    assert claims.take(1, mine.claim)
+    assert mine.divide(range(4), doubled(seen)) == [0, 2, 4, 6]
+    assert seen == [[0], [1], [2], [3]]  # without waiting for the end of a lease
+    assert claims.numbers() == set()
+
+
 def test_a_claim_is_renewed_while_its_part_is_computed_and_then_given_back(tmp_path):
     run = planned(tmp_path / "run", 0.6)
     mine, claims = parts_of(run, "one"), Claims(stage_folder(run))
