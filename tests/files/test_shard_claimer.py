@@ -94,6 +94,16 @@ def test_a_complete_run_is_known_at_once(run):
     assert Claimer(run, ME, pause=never).look() == "complete"
 
 
+def test_a_worker_that_looks_ahead_does_not_get_a_shard_it_holds_again(run):
+    publish(run, *range(3))
+    scout = Claimer(run, ME, pause=never)
+    assert [scout.next(), scout.next()] == [3, 4]
+    assert scout.next() == "complete"
+    publish(run, 3)
+    scout.give_back(4)
+    assert scout.next() == 4
+
+
 def test_what_living_owners_hold_is_left_to_them(run, clock):
     publish(run, *range(4))
     run.claims.take(4, OTHER)
