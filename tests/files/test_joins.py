@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import shutil
+import stat
 import subprocess
 import sys
 
@@ -382,6 +383,41 @@ except OSError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == (str(errno.EFBIG), "")
+    assert sorted(os.listdir(tmp_path)) == ["00000.h5", "00001.h5", "merged.h5"]
+    assert target.read_bytes() == b"old"
+
+
+def failing_fsyncs(monkeypatch, number, n_failures):
+    """Let fsyncs of files fail, and lose a page that was written before, as a kernel that drops it; the failures."""
+    real, failed = os.fsync, []
+
+    def fsync(fd):
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        if not is_file or len(failed) == n_failures:
+            return real(fd)
+        failed.append(os.pwrite(fd, bytes(4096), os.fstat(fd).st_size - 4096))
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return failed
+
+
+@pytest.mark.parametrize("n_failures", [1, 3])
+def test_a_join_whose_fsync_fails_writes_all_of_it_again(tmp_path, old, monkeypatch, n_failures):
+    parts, target = write_parts(tmp_path, [0, 2000, 4000]), old(tmp_path)
+    failed = failing_fsyncs(monkeypatch, errno.EIO, n_failures)
+    join_parts(parts, target)
+    assert len(failed) == n_failures
+    assert verify_joined(target) == []
+
+
+@pytest.mark.parametrize(("number", "n_expected"), [(errno.EIO, 4), (errno.ENOSPC, 1), (errno.EDQUOT, 1)])
+def test_a_join_whose_fsync_goes_on_failing_leaves_the_old_file_alone(tmp_path, old, monkeypatch, number, n_expected):
+    parts, target = write_parts(tmp_path, [0, 2000, 4000]), old(tmp_path)
+    failed = failing_fsyncs(monkeypatch, number, 100)
+    with pytest.raises(OSError) as caught:
+        join_parts(parts, target)
+    assert (caught.value.errno, len(failed)) == (number, n_expected)
     assert sorted(os.listdir(tmp_path)) == ["00000.h5", "00001.h5", "merged.h5"]
     assert target.read_bytes() == b"old"
 
