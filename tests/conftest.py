@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
-from tests.support import command_line
+from tests.support import command_line, fsyncs
 from tests.support.images import apptainer, normal_user  # noqa: F401
 from tests.support.reasoners import reasoners  # noqa: F401
 from tests.support.runs import make_project
@@ -29,6 +29,11 @@ def _signals():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fsyncs():
+    fsyncs.skip_on_this_disk()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,6 +5,7 @@ a call with a variable of Python's, of the locale, of HDF5 or of the hub's, whic
 """
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.support import fsyncs
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,6 +100,7 @@ def leave(code):
     os._exit(code)
 
 
+skip_on_this_disk()
 for module in sys.argv[2:]:
     importlib.import_module(module)
 with socket.socket(fileno=int(sys.argv[1])) as listener:
@@ -143,7 +147,7 @@ class CommandLine:
             listener.bind(self._address)
             listener.listen(64)
             self._server = subprocess.Popen(
-                [python, "-c", SERVER, str(listener.fileno()), *imports],
+                [python, "-c", inspect.getsource(fsyncs) + SERVER, str(listener.fileno()), *imports],
                 env={**os.environ, **self._env},
                 cwd="/",
                 pass_fds=[listener.fileno()],
