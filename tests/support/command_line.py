@@ -25,7 +25,7 @@ from tests.support import fsyncs
 ROOT = Path(__file__).parents[2]
 
 SERVER = """
-import atexit, gc, importlib, json, os, runpy, signal, socket, sys, threading, time
+import atexit, contextlib, gc, importlib, json, os, runpy, select, signal, socket, sys, threading, time
 
 import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
 import slurmgpu.executors.local, slurmgpu.executors.local_slots, slurmgpu.executors.slurm
@@ -33,30 +33,41 @@ import slurmgpu.executors.submission, slurmgpu.report.status
 
 
 def serve(listener):
+    # A signal writes into a pipe that a call has ended: no second fork waits for that.
+    ended, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    running = {}
     while True:
-        connection, _ = listener.accept()
-        if os.fork():
-            connection.close()
-            continue
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        listener.close()
-        answer(connection)
-        return
-
-
-def answer(connection):
-    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
-    file = connection.makefile("rw")
-    asked = json.loads(file.readline())
-    pid = os.fork()
-    if pid == 0:
-        file.close()
-        connection.close()
-        call(streams, **asked)
-        return
-    print(pid, file=file, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=file, flush=True)
-    os._exit(0)
+        ready, _, _ = select.select([listener, ended], [], [])
+        if ended in ready:
+            os.read(ended, 4096)
+            while running and (end := os.waitpid(-1, os.WNOHANG))[0]:
+                with contextlib.suppress(OSError), running.pop(end[0]) as file:
+                    print(os.waitstatus_to_exitcode(end[1]), file=file, flush=True)
+        if listener in ready:
+            connection, _ = listener.accept()
+            with connection:
+                _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+                file = connection.makefile("rw")
+            if not (asked := file.readline()):
+                continue  # its caller was killed
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for inherited in (listener, file, *running.values()):
+                    inherited.close()
+                os.close(ended)
+                os.close(wakes)
+                call(streams, **json.loads(asked))
+                return
+            for stream in streams:
+                os.close(stream)
+            running[pid] = file
+            with contextlib.suppress(OSError):
+                print(pid, file=file, flush=True)
 
 
 def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu", code=None, leads=False):
@@ -105,7 +116,6 @@ for module in sys.argv[2:]:
     importlib.import_module(module)
 with socket.socket(fileno=int(sys.argv[1])) as listener:
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     serve(listener)
 """
 
