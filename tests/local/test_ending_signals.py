@@ -10,6 +10,7 @@ import pytest
 from slurmgpu.util.early_signals import EndedBySignalError, end_by_exception, ended_by_exception
 from tests.local.test_early_signals import environment
 from tests.local.test_local import LOCAL, records, start, wait_until_held
+from tests.support.command_line import AS_PROGRAMS
 from tests.support.nightly import by_night
 
 CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -34,7 +35,7 @@ def test_a_command_ends_with_the_code_of_its_signal_from_its_beginning(tmp_path,
 @pytest.mark.parametrize("signum", [signal.SIGHUP, by_night(signal.SIGTERM)])
 def test_a_local_run_ends_with_the_code_of_its_signal_however_often_it_comes(project, signum):
     folder = project(48, held_from=24)
-    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    process = start(*LOCAL, "--tasks", "2", cwd=folder, **AS_PROGRAMS)
     wait_until_held(folder, 3, 2)
     for _ in range(3):
         process.send_signal(signum)

@@ -24,6 +24,7 @@ from slurmgpu.task.supervisor import Task
 from slurmgpu.util.pids import is_there
 from slurmgpu.worker.computer import Computer
 from tests.support import failing
+from tests.support.command_line import AS_PROGRAMS
 from tests.support.nightly import by_night
 from tests.support.runs import (
     check_rows,
@@ -424,7 +425,7 @@ def logs_of(folder):
 @pytest.mark.parametrize("has_slots", [True, False])
 def test_a_run_whose_submit_was_killed_is_merged_by_its_last_task(project, has_slots):
     folder = project(48, held_from=24, on_end="echo $SLURMGPU_STATE >> told.txt")
-    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    process = start(*LOCAL, "--tasks", "2", cwd=folder, **AS_PROGRAMS)
     wait_until_held(folder, 3, 2)
     process.kill()
     process.wait()
@@ -459,7 +460,7 @@ def test_a_run_that_is_merged_by_force_while_it_is_at_work_goes_on_and_is_merged
 
 def test_a_slot_that_is_killed_takes_its_task_along_before_the_run_is_submitted_again(project):
     folder = project(48, held_from=24, auto_resubmit=1, on_end="echo $SLURMGPU_STATE >> told.txt")
-    process = start(*LOCAL, cwd=folder)
+    process = start(*LOCAL, cwd=folder, **AS_PROGRAMS)
     wait_until_held(folder, 3)
     [slot] = submissions(folder)[-1]["pids"][1:]
     os.kill(slot, signal.SIGKILL)
@@ -478,7 +479,7 @@ def test_a_slot_that_is_killed_takes_its_task_along_before_the_run_is_submitted_
 
 def test_a_task_that_outlives_its_slot_is_cancelled_and_waited_for(project, slurmgpu):
     folder = project(48, held_from=24)
-    process = start(*LOCAL, cwd=folder)
+    process = start(*LOCAL, cwd=folder, **AS_PROGRAMS)
     wait_until_held(folder, 3)
     [task], [slot] = holders(folder), submissions(folder)[-1]["pids"][1:]
     os.kill(task["pid"], signal.SIGSTOP)  # it does not heed signals for now
@@ -511,7 +512,7 @@ def test_a_task_whose_slot_and_whose_submit_were_killed_merges_before_it_ends(pr
 
 def test_ctrl_c_gives_the_shards_back_and_says_how_to_go_on(project, slurmgpu):
     folder = project(48, held_from=24)
-    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    process = start(*LOCAL, "--tasks", "2", cwd=folder, **AS_PROGRAMS)
     wait_until_held(folder, 3, 2)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=200)

@@ -29,7 +29,8 @@ import atexit, contextlib, gc, importlib, json, os, runpy, select, signal, socke
 
 import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
 import slurmgpu.executors.local, slurmgpu.executors.local_slots, slurmgpu.executors.slurm
-import slurmgpu.executors.submission, slurmgpu.report.status
+import slurmgpu.executors.submission, slurmgpu.report.status, slurmgpu.worker.main
+from slurmgpu.executors import slot
 
 
 def serve(listener):
@@ -70,7 +71,7 @@ def serve(listener):
                 print(pid, file=file, flush=True)
 
 
-def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu", code=None, leads=False):
+def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu", code=None, leads=False, n_slots=0):
     if leads:
         os.setsid()
     for number, stream in enumerate(streams):
@@ -88,6 +89,8 @@ def call(streams, argv, cwd, env, umask, first=None, module="slurmgpu", code=Non
     sys.path[0] = first or os.getcwd()
     sys.argv = [module, *argv]
     try:
+        if n_slots and (work := slot.fork_slots(n_slots)):
+            work()
         if code is None:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         else:
@@ -141,6 +144,8 @@ READ_BY_IMPORTS = (
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "XDG_CACHE_HOME"),
 )
 """Prefixes of the variables that packages read only when they are imported."""
+AS_PROGRAMS = {"PYTHONUNBUFFERED": "1"}
+"""A variable with which a command and its slots are programs, as a user's are."""
 
 
 class CommandLine:
@@ -221,6 +226,7 @@ class CommandLine:
     def _fork(self, program, argv, cwd, env, umask):
         with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
             asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask, **program}
+            asked["n_slots"] = n_slots_of(argv, cwd) if program == {"module": "slurmgpu"} else 0
             with socket.socket(socket.AF_UNIX) as connection, open(os.devnull) as nothing:
                 connection.settimeout(800)
                 connection.connect(self._address)
@@ -261,6 +267,7 @@ class Started:
         os.close(theirs_in)
         os.close(theirs_out)
         asked = {"argv": argv, "cwd": cwd, "env": env, "umask": own_umask(), "leads": True}
+        asked["n_slots"] = n_slots_of(argv, cwd)
         self._connection.sendall(json.dumps(asked).encode() + b"\n")
         self._answer = self._connection.makefile("rb", buffering=0)  # `select` sees what is left of it
         self.pid = int(self._answer.readline())
@@ -316,6 +323,18 @@ def shared():
 def own_umask():
     [umask] = re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())
     return int(umask, 8)
+
+
+def n_slots_of(argv, cwd):
+    """How many slots of this machine to fork for a command: those that it may start, by its words and its run file.
+
+    A run by `slurmgpu.map` forks them as well. As programs (see `AS_PROGRAMS`) each takes half a second of a processor
+    to import its modules.
+    """
+    path = Path(cwd, "slurmgpu.toml")
+    said = [*argv, *(re.findall(r'"(\w+)"', path.read_text(errors="replace")) if path.is_file() else [])]
+    starts = argv[:1] and argv[0] in ("submit", "resubmit", "run")
+    return 2 if starts and not {"debug", "slurm", "--dry-run"}.intersection(said) else 0
 
 
 def read_by_imports(env):
