@@ -79,14 +79,14 @@ def somebody(apptainer: Apptainer, normal_user: dict[str, object]) -> Iterator[S
 
 
 def _python(world: Path) -> tuple[str, dict[str, str]]:
-    """A copy of this Python, its standard library, and of what slurmgpu needs."""
+    """A copy of this Python, its standard library, and of what slurmgpu needs, by links: nobody writes into it."""
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     copy = world / "python"
     (copy / "bin").mkdir(parents=True)
-    shutil.copy(os.path.realpath(sys.executable), copy / "bin" / version)
-    shutil.copytree(sysconfig.get_paths()["stdlib"], copy / "lib" / version, ignore=NOT_NEEDED)
+    _link(os.path.realpath(sys.executable), copy / "bin" / version)
+    shutil.copytree(sysconfig.get_paths()["stdlib"], copy / "lib" / version, ignore=NOT_NEEDED, copy_function=_link)
     for library in Path(sys.base_prefix, "lib").glob("libpython3*"):
-        shutil.copy(library, copy / "lib")
+        _link(library, copy / "lib" / library.name)
     packages = world / "packages"
     packages.mkdir()
     for distribution in _needed("slurmgpu", {}).values():
@@ -94,10 +94,20 @@ def _python(world: Path) -> tuple[str, dict[str, str]]:
             if not {"..", "tests"} & set(file.parts) and file.locate().exists():
                 target = packages / file
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(file.locate(), target)  # with its time, by which Python knows what it has compiled
-    shutil.copytree(Path(slurmgpu.__file__).parent, packages / "slurmgpu", ignore=NOT_NEEDED, dirs_exist_ok=True)
+                if not target.exists():  # requirements spell names of distributions in several ways
+                    _link(file.locate(), target)
+    source = Path(slurmgpu.__file__).parent
+    shutil.copytree(source, packages / "slurmgpu", ignore=NOT_NEEDED, dirs_exist_ok=True, copy_function=_link)
     env = {"LD_LIBRARY_PATH": str(copy / "lib"), "PYTHONPATH": str(packages)}
     return str(copy / "bin" / version), env
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Link a file, or copy it to another file system with its time, by which Python knows what it has compiled."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _needed(name: str, found: dict[str, importlib.metadata.Distribution]) -> dict[str, importlib.metadata.Distribution]:
