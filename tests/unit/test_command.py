@@ -1258,6 +1258,63 @@ def test_a_script_that_reads_json_lines_and_writes_them_back_with_a_field_more_i
     assert str(third).startswith("it has a field 'index', a name that {in:jsonl} reserves. Use")
 
 
+OVERWRITING = """
+import csv, json, sys
+if sys.argv[1].endswith("csv"):
+    rows, write = [*csv.DictReader(open(sys.argv[1]))], lambda file, row: csv.writer(file).writerow(row.values())
+else:
+    rows, write = [json.loads(line) for line in open(sys.argv[1])], lambda file, row: print(json.dumps(row), file=file)
+for row in rows:
+    row["n"] = len(row["text"])
+    if row["id"] in ("b", "c"):
+        row["text"] = {"b": "the answer", "c": ""}[row["id"]]
+    row |= eval(row.get("written") or "{}")
+with open(sys.argv[2], "w") as file:
+    if sys.argv[1].endswith("csv"):
+        write(file, dict(zip(rows[0], rows[0])))
+    for row in rows:
+        write(file, row)
+"""
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_a_field_that_a_script_overwrites_is_a_result_and_not_left_out(tmp_path, monkeypatch, form):
+    (tmp_path / "answer.py").write_text(OVERWRITING)
+    run = [sys.executable, "-S", "answer.py", f"{{in:{form}}}", "{out:csv}" if form == "csv" else "{out}"]
+    asked = [Item(number, {"id": name, "text": "a question"}) for number, name in enumerate("abc")]
+    answers = loaded(tmp_path, monkeypatch, run=run, match="id")(asked)
+    assert answers[0] == answers[2] == {"n": 10}
+    assert answers[1] == {"n": 10, "text": "the answer"}  # `text` is no column, which fails the item
+    columns = {"n": "int32", "text": "text"}
+    answers = loaded(tmp_path, monkeypatch, run=run, match="id", columns=columns)(asked)
+    assert [row["text"] for row in answers] == ["a question", "the answer", ""]
+
+
+PANDAS = """
+import sys, pandas
+read, write = (("read_csv", "to_csv") if "csv" in sys.argv[1] else ("read_json", "to_json"))
+options = {} if "csv" in sys.argv[1] else {"lines": True}
+table = getattr(pandas, read)(sys.argv[1], **options)
+table["n"] = table["text"].str.len()
+for name in sys.argv[3:]:
+    table[name] = table[name].astype(object).map(lambda value: [value])
+getattr(table, write)(sys.argv[2], **({"orient": "records", **options} if options else {}))
+"""
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_a_field_that_pandas_writes_in_its_own_way_is_the_one_that_it_read(tmp_path, monkeypatch, form):
+    pytest.importorskip("pandas")
+    (tmp_path / "table.py").write_text(PANDAS)
+    run = [sys.executable, "table.py", f"{{in:{form}}}", f"{{out:{form}}}"]
+    item = {"id": "007", "text": "a\r\nb", "flag": True, "whole": 3, "number": 1.2345678901e-8, "none": None}
+    item |= {"created_at": "2026-11-26", "date": "2026-11-26T10:00:00+01:00", "some": [0.12345678901234567, {"x": 1}]}
+    asked = [Item(0, item), Item(1, {**item, "whole": None, "flag": None, "more": "text"})]
+    assert loaded(tmp_path, monkeypatch, run=run)(asked) == [{"n": 4}, {"n": 4}]
+    for name in ("whole", "created_at", "some"):
+        assert loaded(tmp_path, monkeypatch, run=[*run, name])(asked[:1])[0].keys() == {"n", name}
+
+
 LIST = """
 import json, sys
 rows = json.load(open(sys.argv[1]))

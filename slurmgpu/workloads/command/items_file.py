@@ -35,17 +35,19 @@ def taken_for(name: str, form: str) -> str:
     )
 
 
-def write_items(path: Path, form: str, requests: Mapping[int, bytes], *, has_index: bool) -> frozenset[str]:
-    """Write the items of a call; returns the names of fields that a program may write back with the columns.
+def write_items(
+    path: Path, form: str, requests: Mapping[int, bytes], *, has_index: bool
+) -> dict[int, Mapping[str, Any]]:
+    """Write the items of a call; returns by index the fields that a program may write back with the columns.
 
     Their index stands before their fields if the form `has_index`, as rows need it.
     """
     if form == "items":
         path.write_bytes(b"".join(requests.values()))
-        return frozenset()
+        return {}
     items = [json.loads(line) for line in requests.values()]
     records = [{**({"index": item["index"]} if has_index else {}), **item["data"]} for item in items]
-    given = frozenset(name for item in items for name in item["data"])
+    given = {item["index"]: item["data"] for item in items}
     if form == "jsonl":
         path.write_text("".join(as_json(record) + "\n" for record in records), "ascii")
         return given

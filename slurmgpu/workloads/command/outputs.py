@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import lzma
+import math
 import struct
 import tokenize
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import numpy as np
 
 from slurmgpu.errors import ItemError, Retry, SlurmGPUError
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workloads.command.placeholders import as_json
+from slurmgpu.workloads.command.placeholders import as_json, plain
 from slurmgpu.workloads.command.sinks import MAX_BYTES, OutputError
 
 Values = Mapping[str, Any]
@@ -43,8 +46,11 @@ class Collected:
         self._usual = next(iter(wanted)) if is_one else None
         self.rows: dict[int, Values] = {}
 
-    def add(self, row: Values, where: str) -> None:
-        """Take a row with its `index`; OutputError if the index is unknown or repeated, or the error is not text."""
+    def add(self, row: Values, where: str) -> int:
+        """Take a row with its `index`, which is returned; OutputError if that is unknown or repeated.
+
+        OutputError also if the row's error is not text.
+        """
         index = row.get("index", self._usual)
         if not isinstance(index, int) or isinstance(index, bool):
             found = "no" if index is None else f"{index!r:.80} as"
@@ -57,6 +63,7 @@ class Collected:
         if not (error is None or error is False or isinstance(error, str)):
             raise OutputError(f"{where} has {error!r:.80} as error; expected a text")
         self.rows[index] = {name: value for name, value in row.items() if name != "index"}
+        return index
 
 
 class Match:
@@ -141,17 +148,17 @@ def read_output(
     wanted: Collection[int],
     *,
     is_one: bool,
-    given: Collection[str],
+    given: Mapping[int, Values],
     match: Match | None,
 ) -> dict[int, Values]:
     """The rows in the file `{out}`, by index; OutputError if it is not in its format.
 
-    A program may write back what it got: the fields that it was `given`, the field for `match` and the unnamed index
-    column of pandas are left out unless they are declared columns.
+    A program may write back what it got: fields as they were `given`, by index, the field for `match` and the unnamed
+    index column of pandas are left out unless they are declared columns. A field with another value is a result.
     """
     collected = Collected(wanted, is_one=is_one)
-    known = {*given, match.field} if match else set(given)
-    passed = {*known, ""} - {"index", *columns} if known else frozenset[str]()
+    fields = {name for item in given.values() for name in item}
+    passed = {"", *([] if match is None else [match.field])} if given or match is not None else set()
     try:
         if path.is_file():
             for number, read in enumerate(_READERS[form](path), 1):
@@ -160,17 +167,66 @@ def read_output(
                 if match is not None:  # compares the text as written: a column of the same name may have a type
                     row = {**row, "index": match.index_of(read, where)}
                 elif row.get("index") is None and not is_one:
-                    raise OutputError(f"{where} has no index. {_how_to_match(row, given)}")
-                if passed:
-                    row = {name: value for name, value in row.items() if name not in passed}
-                collected.add(row, where)
+                    raise OutputError(f"{where} has no index. {_how_to_match(row, fields)}")
+                index = collected.add(row, where)
+                item = given.get(index, {})
+                collected.rows[index] = {
+                    name: value
+                    for name, value in collected.rows[index].items()
+                    if name in columns
+                    or not (name in passed or (name in fields and is_written_back(value, item.get(name))))
+                }
     except PermissionError as error:
         raise OutputError(f"{{out}} cannot be read: {error.strerror}") from error
     return collected.rows
 
 
-def _how_to_match(row: Values, given: Collection[str]) -> str:
-    name = next((name for name in row if name in given), "FIELD")
+def is_written_back(value: Any, given: Any) -> bool:
+    """Whether a row's value is the one that the item has.
+
+    pandas writes 7 for `007`, 7.0 for 7, True or 1.0 for `true`, ten decimals of a number, nothing for what is missing,
+    and milliseconds for the date in a field such as `created_at`.
+    """
+    if isinstance(value, list) and isinstance(given, list):
+        return len(value) == len(given) and all(map(is_written_back, value, given))
+    if isinstance(value, dict) and isinstance(given, dict):
+        return value.keys() == given.keys() and all(is_written_back(value[name], given[name]) for name in value)
+    one, other = (_as_field(each) for each in (value, given))
+    if one in ("", "NaN") or one == other:
+        return True
+    amount, its = _amount(one), _amount(other)
+    return amount is not None and its is not None and math.isclose(amount, its, rel_tol=1e-9, abs_tol=1e-10)
+
+
+def _amount(text: str) -> float | None:
+    """A number, 1 for true and 0 for false, or milliseconds of a date in ISO 8601 since 1970; None for other texts."""
+    if text.lower() in _BOOLEANS:
+        return float(_BOOLEANS[text.lower()])
+    with contextlib.suppress(ValueError):
+        return float(text)
+    with contextlib.suppress(ValueError):
+        date = datetime.fromisoformat(text)
+        return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp() * 1000
+    return None
+
+
+def _as_field(value: Any) -> str:
+    """A value as the text of a field of CSV, with the line breaks that Python reads."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, default=_in_json, sort_keys=True)
+    return text.replace("\r\n", "\n")
+
+
+def _in_json(value: Any) -> Any:
+    try:
+        return plain(value)
+    except TypeError:  # a field that no argument can have: a decimal of Parquet
+        return str(value)
+
+
+def _how_to_match(row: Values, fields: Collection[str]) -> str:
+    name = next((name for name in row if name in fields), "FIELD")
     return (
         f"Copy the index of the item from {{in}} into each row, or match rows by a field that rows and items have "
         f"and that differs between items: --set match={name}"

@@ -274,14 +274,14 @@ def _as_text(value: Any) -> str:
 def as_json(value: Any) -> str:
     """JSON in ASCII, so that a program reads the same text in every locale; ValueError for NaN and Infinity."""
     try:
-        return json.dumps(value, default=_plain, allow_nan=False)
+        return json.dumps(value, default=plain, allow_nan=False)
     except ValueError as error:
         if "Out of range float" in str(error):
             raise ValueError("it has NaN or Infinity, which JSON does not have; use null") from error
         raise
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A JSON value for bytes, a date, or a NumPy number or array, which Parquet, tar and HDF5 give."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()

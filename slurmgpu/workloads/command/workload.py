@@ -42,6 +42,7 @@ from slurmgpu.workloads.command.outputs import (
     Values,
     check_format,
     in_order,
+    is_written_back,
     read_output,
     without_namesakes,
 )
@@ -255,12 +256,16 @@ class Command:
     def _declared(self, answer: Answer, data: Mapping[str, object]) -> Answer:
         """The printed row of a call without names that are not columns; unchanged if it lacks a column.
 
-        It may repeat fields of the item's `data`, which the run may keep by itself. The log has the whole row. A row in
-        `{out}`, or from a stream, is nowhere else, so there an extra name is an error.
+        It may repeat fields of the item's `data` as they are, which the run may keep by itself. The log has the whole
+        row. A row in `{out}`, or from a stream, is nowhere else, so there an extra name is an error.
         """
         if not (self._line.out is None and isinstance(answer, Mapping) and self.columns.keys() < answer.keys()):
             return answer
-        others = {name: value for name, value in answer.items() if name not in self.columns and name not in data}
+        others = {
+            name: value
+            for name, value in answer.items()
+            if name not in self.columns and not (name in data and is_written_back(value, data[name]))
+        }
         if not self._passed_over.issuperset(others):
             self._passed_over.update(others)
             log.warning("not a column, so not kept: %s.%s", some_of(map(repr, others), 10), self._as_columns(others))
@@ -435,12 +440,12 @@ class Command:
                 raise Interrupted from error
             raise
 
-    def _write_files(self, call: Call, folder: str) -> tuple[dict[str, str], frozenset[str]]:
+    def _write_files(self, call: Call, folder: str) -> tuple[dict[str, str], dict[int, Values]]:
         """Write the program's input files; returns the placeholders' texts, and fields that it may write back."""
         line, requests = self._line, call.requests
         in_path = Path(folder, f"in.{'jsonl' if line.items == IN_FORMATS[0] else line.items}")
         out_path = Path(folder, f"out.{line.out}")
-        given = frozenset[str]()
+        given: dict[int, Values] = {}
         if IN in line:
             given = write_items(in_path, line.items, requests, has_index=self._match is None)
         values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
@@ -450,7 +455,7 @@ class Command:
             values[name + FILE] = str(path)
         return values, given
 
-    def _rows(self, call: Call, values: Mapping[str, str], given: frozenset[str]) -> dict[int, Values]:
+    def _rows(self, call: Call, values: Mapping[str, str], given: Mapping[int, Values]) -> dict[int, Values]:
         """Start the program, wait until it ends, and read its rows."""
         line, requests = self._line, call.requests
         temporary = {path: f"{{{name}}}" for name, path in values.items() if name not in (START, END)}
