@@ -56,8 +56,8 @@ def snapshot_of(
         tracer.add_text(text, (base,))
     for file in former.read if former else ():
         tracer.add_read(Path(file.path))
-    for script in plan.scripts:
-        tracer.add_script(Path(script))
+    for number, script in enumerate(plan.scripts):
+        tracer.add_script(Path(script), is_started=number == 0)
     for name in sorted({*also, *(name for file in (former.files if former else ()) for name in file.modules)}):
         tracer.add_module(name)
     trace = tracer.finish()

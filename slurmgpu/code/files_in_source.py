@@ -57,8 +57,12 @@ class FilesInSource(ast.NodeVisitor):
     def __init__(self, tree: ast.Module) -> None:
         self.config_folders: set[str] = set()
         """Folders of configurations that it passes to Hydra."""
+        self.output_folders: set[str] = set()
+        """The folders into which it writes, spelt out."""
+        self._own = {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+        """Its own functions, which may put a file that they are given into a folder: `save_checkpoint("last.pt")`."""
         self.outputs: set[str] = set()
-        """The files and folders that it writes under a fixed name."""
+        """The files that it writes under a fixed name."""
         self.output_options: dict[str, str] = {}
         """Its default output folders, by the name of the option that changes them."""
         self.gpus_line = 0
@@ -163,11 +167,11 @@ class FilesInSource(ast.NodeVisitor):
             self._written |= texts
             self._written_names |= variables
         whole = {path for path in map(_spelt_out, written) if path is not None}
-        if name not in _NO_OUTPUTS and not _APPENDS & whole:
+        if name not in _NO_OUTPUTS | self._own and not _APPENDS & whole:
             self.outputs |= {path for path in whole if _FILE.fullmatch(path)}
         folders = [each.value for each in call.keywords if each.arg in OUTPUT_FOLDERS]
         folders += call.args[:1] if name == "TrainingArguments" else []
-        self.outputs |= {folder for folder in map(_spelt_out, folders) if folder}
+        self.output_folders |= {folder for folder in map(_spelt_out, folders) if folder}
 
     def _add_config_folders(self, name: str, call: ast.Call) -> None:
         """`@hydra.main(config_path="conf")`, `initialize("conf")`."""

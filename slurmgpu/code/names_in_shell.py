@@ -31,7 +31,7 @@ class NamesInShell:
     """What a script names: files `beside` it, files `here`, in the folder where it runs, and Python modules.
 
     `path` are the folders that it puts on PYTHONPATH, relative to where it runs. `chooses_gpus` says whether it sets
-    CUDA_VISIBLE_DEVICES. `outputs` are the files that it writes under a fixed name.
+    CUDA_VISIBLE_DEVICES. `outputs` are the files that it writes under a fixed name, unless it `changes_folder`.
     """
 
     beside: frozenset[str]
@@ -40,6 +40,7 @@ class NamesInShell:
     path: tuple[str, ...]
     chooses_gpus: bool
     outputs: frozenset[str]
+    changes_folder: bool
 
 
 def is_shell(source: bytes, suffix: str) -> bool:
@@ -63,7 +64,8 @@ def names_in(text: str) -> NamesInShell:
     `$HERE/train.py` and `$(dirname "$0")/train.py` count as files beside the script.
     """
     without_code = _QUOTED.sub(lambda found: " " if re.search(r"\s", found[1]) else found[0], text)
-    outputs = frozenset() if _CHANGES_FOLDER.search(text) else frozenset(_OUTPUT.findall(without_code))
+    changes_folder = _CHANGES_FOLDER.search(text) is not None
+    outputs = frozenset() if changes_folder else frozenset(_OUTPUT.findall(without_code))
     written = {each.replace('"', "").replace("'", "") for each in _WRITTEN.findall(text)}
     variables = {each.strip("${}") for each in written if each.startswith("$")}
     written |= {value for name, value in _ASSIGNED.findall(text) if name in variables}
@@ -75,7 +77,7 @@ def names_in(text: str) -> NamesInShell:
     path = tuple(folder for found in _PYTHON_PATH.findall(text) for folder in folders_in(found))
     if any((cd := _CD.search(part)) and _ITS_FOLDER.search(part, cd.end()) for part in re.split(r"[\n;&]", text)):
         beside, here = beside | here, set()
-    return NamesInShell(frozenset(beside), frozenset(here), modules, path, sets_gpus(text), outputs)
+    return NamesInShell(frozenset(beside), frozenset(here), modules, path, sets_gpus(text), outputs, changes_folder)
 
 
 def is_for_output(option: str) -> bool:

@@ -17,6 +17,10 @@ _STEP = re.compile(
 )
 """srun where a command begins; prose has other words before it."""
 _READS_ARRAY_ID = re.compile(rf"(?m)\$\{{?{ARRAY_ID}\b|^{ARRAY_ID}$|[\"']{ARRAY_ID}[\"']")
+_FOR_EXAMPLE = (
+    ", for example --out fits/{id}, or give each call its own working folder, for example with "
+    "bash -c 'cd \"$(mktemp -d)\" && …'."
+)
 _OVERLAPS = re.compile(r"--overlap|SLURM_OVERLAP")
 
 
@@ -32,6 +36,8 @@ class TraceNotes:
     """Places that set CUDA_VISIBLE_DEVICES."""
     outputs: dict[str, Sequence[str]] = field(default_factory=dict)
     """The files that scripts write under the same name in each call, by script."""
+    output_folders: dict[str, Sequence[str]] = field(default_factory=dict)
+    """The folders into which they write in each call."""
     reading_array_id: dict[str, None] = field(default_factory=dict)
     """Scripts that read SLURM_ARRAY_TASK_ID."""
     sets_array_id: bool = False
@@ -60,6 +66,7 @@ class TraceNotes:
         """Add what another tracer has noted on what calls do."""
         self.choosing_gpus += other.choosing_gpus
         self.outputs |= other.outputs
+        self.output_folders |= other.output_folders
         self.reading_array_id |= other.reading_array_id
         self.sets_array_id |= other.sets_array_id
         self.waiting_steps |= other.waiting_steps
@@ -91,10 +98,14 @@ class TraceNotes:
             )
         found += [
             f"{script} writes {some_of(names, _MANY_NAMED)} under the same name in each call, so calls that run at the "
-            f"same time overwrite each other's files. Take a part of the name from the command line, for example --out "
-            f"fits/{{id}}, or give each call its own working folder, for example with "
-            f"bash -c 'cd \"$(mktemp -d)\" && …'."
+            f"same time overwrite each other's files. Take a part of the name from the command line{_FOR_EXAMPLE}"
             for script, names in self.outputs.items()
+        ]
+        found += [
+            f"{script} writes into {some_of(names, _MANY_NAMED)} in each call, so calls that run at the same time "
+            f"overwrite each other's files there, unless the files' names differ. If these do not, take a part of the "
+            f"folder's name from the command line{_FOR_EXAMPLE}"
+            for script, names in self.output_folders.items()
         ]
         if self.reading_array_id and not self.sets_array_id:
             scripts = some_of(list(self.reading_array_id), _MANY_NAMED)

@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +72,8 @@ class _UserFile:
     needed: bool = False
     """Whether it is imported unconditionally, so that the run fails if it is not valid."""
     is_script: bool = False
+    is_started: bool = False
+    """Whether the command starts it, itself or by a shell, in the run file's folder."""
     source: bytes | None = None
     """Its content, once it is read."""
     digest: str = ""
@@ -107,7 +109,8 @@ class Tracer:
         self._defined: dict[str, frozenset[str]] = {}
         # Files that are read from disk, and Python programs that run from disk or are executed as text.
         self._read: dict[str, ReadFile] = {}
-        self._run_by_shell: list[Path] = []
+        # The former with whether they are started in the run file's folder.
+        self._run_by_shell: dict[Path, bool] = {}
         self._run_by_text: list[Path] = []
         # Programs and shell scripts that were followed on disk, also by another tracer.
         self._programs: set[Path] = set()
@@ -132,15 +135,18 @@ class Tracer:
                 f"snapshot of the last submission: --code former."
             )
 
-    def add_script(self, path: Path) -> None:
-        """Add a program in any language, and what it imports if it is Python."""
+    def add_script(self, path: Path, *, is_started: bool = True) -> None:
+        """Add a program in any language, and what it imports if it is Python.
+
+        One that another program starts, which chooses its folder and its options, is not `is_started`.
+        """
         self._locator.search_first(path.parent)
         self._names.add_script(path)
-        self._take(str(path), None, is_script=True)
+        self._take(str(path), None, is_script=True, is_started=is_started)
 
     def add_shell_code(self, code: str) -> None:
         """Add what the code of `bash -c` names, which runs in the run file's folder."""
-        self._follow_shell(self._base / "-c", code.encode())
+        self._follow_shell(self._base / "-c", code.encode(), is_started=True)
 
     def add_folders(self, names: Iterable[str], *, is_first: bool) -> None:
         """Search folders for modules, too. With `is_first`, programs find them there before the snapshot's copies."""
@@ -282,7 +288,7 @@ class Tracer:
         """The files that code reads from disk, without those that it has in the snapshot."""
         # Programs run from disk, even if the snapshot has them, too.
         started = self._files_of(self._run_by_shell)
-        read = self._read | self._files_of(self._run_by_text)
+        read = self._read | self._files_of(dict.fromkeys(self._run_by_text, False))
         for file in files:
             read.pop(file.path, None)
             if file.modules and any(Path(file.path).is_relative_to(folder) for folder in self._first):
@@ -307,7 +313,7 @@ class Tracer:
             return
         file.digest = _sha256(source)[:DIGITS]
         if file.is_script and names_in_shell.is_shell(source, Path(file.path).suffix):
-            self._follow_shell(Path(file.path), source)
+            self._follow_shell(Path(file.path), source, is_started=file.is_started)
             return
         try:
             tree = ast.parse(source, file.path)
@@ -365,8 +371,10 @@ class Tracer:
             self.notes.choosing_gpus.append(f"{file.name} in line {named.gpus_line}")
         left_out = set[str]() if self._options is None else named.output_options.keys() - self._options
         defaults = {f"{named.output_options[name]} (--{name})" for name in left_out}
-        if file.is_script and (outputs := named.outputs | defaults):
-            self.notes.outputs[file.name] = sorted(outputs)
+        if file.is_started and named.outputs:
+            self.notes.outputs[file.name] = sorted(named.outputs)
+        if file.is_started and (into := named.output_folders | defaults):
+            self.notes.output_folders[file.name] = sorted(into)
         above = [folder for folder in path.parents if folder.is_relative_to(self._base)]
         folders = tuple(dict.fromkeys((path.parent, *above, self._base)))
         for text in sorted(named.read_texts()):
@@ -390,47 +398,50 @@ class Tracer:
             if name.isidentifier():
                 self.add_module(f"{package}.{name}")
 
-    def _follow_shell(self, script: Path, source: bytes) -> None:
+    def _follow_shell(self, script: Path, source: bytes, *, is_started: bool) -> None:
         """Add what a shell script names. Even its copy starts the files on disk in the folder where it runs."""
         text = names_in_shell.commands_in(source)
         names = names_in_shell.names_in(text)
         shown = self._shown(script) if script.name != "-c" else "the code after -c"
         if names.chooses_gpus:
             self.notes.choosing_gpus.append(shown)
-        if names.outputs:
+        if is_started and names.outputs:
             self.notes.outputs[shown] = sorted(names.outputs)
+        is_started &= not names.changes_folder
         self.notes.look_for_slurm(shown, text)
         self.add_folders(names.path, is_first=True)
         for name in sorted(names.beside):
-            self._follow_beside(script.parent / name)
+            self._follow_beside(script.parent / name, is_started=is_started)
         for name in sorted(names.here):
-            self._follow_here(self._base / name)
+            self._follow_here(self._base / name, is_started=is_started)
         for name in sorted(names.modules):
             path = self._base.joinpath(*name.split("."))
             programs = (path.with_suffix(".py"), path / "__main__.py")
-            self._run_by_shell += [program for program in programs if is_file(program, BRIEF_PATIENCE_S)]
+            found = [program for program in programs if is_file(program, BRIEF_PATIENCE_S)]
+            self._run_by_shell |= dict.fromkeys(found, is_started)
 
-    def _follow_beside(self, path: Path) -> None:
+    def _follow_beside(self, path: Path, *, is_started: bool) -> None:
         """Add a file that a shell script names in its own folder: programs go into the snapshot, too."""
         if path.suffix in PROGRAMS and is_file(path, BRIEF_PATIENCE_S) and not is_others(str(path)):
-            self.add_script(path.resolve())
+            self.add_script(path.resolve(), is_started=is_started)
         elif path.suffix in CONFIGURATIONS:
             self.add_read(path)
 
-    def _follow_here(self, path: Path) -> None:
+    def _follow_here(self, path: Path, *, is_started: bool) -> None:
         """Add a file that a shell script reads or runs in the folder where it runs itself."""
         if path.suffix == ".py" and is_file(path, BRIEF_PATIENCE_S):
-            self._run_by_shell.append(path)
+            self._run_by_shell[path] = is_started
         elif path.suffix in CONFIGURATIONS | PROGRAMS and self.add_read(path):
             with contextlib.suppress(OSError):
                 content = retried(path.read_bytes, BRIEF_PATIENCE_S)
                 if names_in_shell.is_shell(content, path.suffix) and path.resolve() not in self._shells:
                     self._shells.add(path.resolve())
-                    self._follow_shell(path, content)
+                    self._follow_shell(path, content, is_started=is_started)
 
-    def _files_of(self, programs: Iterable[Path]) -> dict[str, ReadFile]:
+    def _files_of(self, programs: Mapping[Path, bool]) -> dict[str, ReadFile]:
         """Python programs that run from disk, with the files that they import and read."""
-        todo = sorted({path.resolve() for path in programs} - self._programs)
+        resolved = {path.resolve(): is_started for path, is_started in programs.items()}
+        todo = sorted(resolved.keys() - self._programs)
         if not todo:
             return {}
         self._programs.update(todo)
@@ -438,7 +449,7 @@ class Tracer:
         tracer._programs = self._programs
         tracer._locator.folders += self._locator.folders
         for path in todo:
-            tracer.add_script(path)
+            tracer.add_script(path, is_started=resolved[path])
         found = tracer.finish()
         self._locator.foreign |= tracer._locator.foreign
         for sentence in tracer.notes.left_out:
@@ -452,7 +463,15 @@ class Tracer:
         parts = path.parent.relative_to(self._base).parts if path.is_relative_to(self._base) else ()
         return ".".join(parts) if all(part.isidentifier() for part in parts) else ""
 
-    def _take(self, path: str, module: str | None, *, needed: bool = False, is_script: bool = False) -> None:
+    def _take(
+        self,
+        path: str,
+        module: str | None,
+        *,
+        needed: bool = False,
+        is_script: bool = False,
+        is_started: bool = False,
+    ) -> None:
         if not (path.endswith(".py") or is_script):
             self.notes.compiled.add(path)
             return
@@ -465,6 +484,7 @@ class Tracer:
                 self._count(top)
         found.needed |= needed
         found.is_script |= is_script
+        found.is_started |= is_started
         if module is not None and module not in found.modules:
             found.modules.append(module)
 

@@ -375,6 +375,30 @@ def test_a_file_that_a_script_of_a_shell_writes_in_each_call_is_told_before_a_ru
     assert found == told
 
 
+GC = {
+    "one.py": 'open("gc.tsv", "w")\nparser.add_argument("--output_dir", default="out")\n',
+    "slice.py": 'subprocess.run([sys.executable, "-S", "one.py", "--output_dir", "x"], cwd=folder)\n',
+    "alone.sh": '#!/bin/bash\nhere=$PWD; cd "$(mktemp -d)"\nbash "$here/gc.sh" "$1"\npython "$here/one.py"\n',
+    "gc.sh": "#!/bin/bash\nwc -c $1 > gc.tsv\n",
+}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        [sys.executable, "slice.py", "one.py", "{text}"],
+        [sys.executable, "slice.py", "{text}"],
+        ["bash", "alone.sh", "{text}"],
+        [sys.executable, "slice.py", "gc.sh", "{text}"],
+    ],
+)
+def test_of_a_script_that_another_starts_in_a_folder_of_its_own_no_file_is_told(tmp_path, run):
+    folder = make(tmp_path / "project", "one.py", run=run, texts=["a"])
+    for name, text in GC.items():
+        (folder / name).write_text(text)
+    assert told_at_planning(folder, "overwrite each other's files") == []
+
+
 def told_at_planning(folder, words):
     """The sentences on the code that have these words."""
     with draft_run(folder / "slurmgpu.toml") as draft:
@@ -478,14 +502,14 @@ def test_what_chooses_gpus_itself_is_told(tmp_path, run, line, env, place):
 @pytest.mark.parametrize(
     ("line", "options", "told"),
     [
-        ("TrainingArguments('out')", [], "one.py writes out under the same name"),
-        ("Trainer(default_root_dir='logs', devices=1)", [], "one.py writes logs under the same name"),
+        ("TrainingArguments('out')", [], "one.py writes into out"),
+        ("Trainer(default_root_dir='logs', devices=1)", [], "one.py writes into logs"),
         (
             "parser.add_argument('--output-dir', default='out')",
             [],
-            "one.py writes out (--output_dir) under the same name",
+            "one.py writes into out (--output_dir)",
         ),
-        ("parser.add_argument('--out', default='out')", [], "one.py writes out (--out) under the same name"),
+        ("parser.add_argument('--out', default='out')", [], "one.py writes into out (--out)"),
         ("parser.add_argument('--out', default='out')", ["--out", "fits/{text}"], None),
         ("parser.add_argument('--model', default='gpt2')\nos.makedirs(os.path.join(a.out, a.model))", [], None),
         ("parser.add_argument('--output-dir', default='out')", ["--output-dir=fits/{text}"], None),
@@ -497,8 +521,26 @@ def test_a_folder_into_which_each_call_writes_is_told_unless_an_option_says_anot
     folder = make(tmp_path / "project", "one.py", run=[*RUN["one.py"], *options], texts=["a"])
     with open(folder / "one.py", "a") as script:
         script.write(f"{line}\n")
-    found = told_at_planning(folder, "under the same name in each call")
+    found = told_at_planning(folder, "unless the files' names differ")
     assert [each.partition(" in each")[0] for each in found] == ([told] if told else [])
+    assert not told_at_planning(folder, "under the same name")
+
+
+def test_a_file_that_a_function_of_the_script_puts_into_a_folder_is_not_told_as_the_same_in_each_call(tmp_path):
+    writes = """
+def save_checkpoint(name):
+    torch.save(model, os.path.join(arguments.output_dir, name))
+class Trainer:
+    def save_best(self, name):
+        self.model.save(self.folder / name)
+save_checkpoint("model.pkl")
+Trainer().save_best("best.pt")
+torch.save(model, "last.pt")
+"""
+    folder = make(tmp_path / "project", "one.py", texts=["a"])
+    (folder / "one.py").write_text((folder / "one.py").read_text() + writes)
+    [told] = told_at_planning(folder, "under the same name")
+    assert told.startswith("one.py writes last.pt under")
 
 
 READS = """

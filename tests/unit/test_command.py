@@ -919,7 +919,7 @@ def test_a_module_that_python_runs_by_name_runs_as_it_was_submitted(tmp_path, mo
     columns = {"n": "int32", "said": "json", "name": "text"}
     command = loaded(now, monkeypatch, run=line, columns=columns)
     assert command(items("a")) == [{"n": 2, "said": ["-m", "a"], "name": "tool.run"}]
-    assert command.scripts == [Path("tool/__init__.py"), Path("tool/run.py")]
+    assert command.scripts == [Path("tool/run.py"), Path("tool/__init__.py")]
     monkeypatch.setattr(PresentFiles, "as_submitted", lambda _, path: kept / path.relative_to(now))
     command._submitted._scripts = {}
     assert command(items("a")) == [{"n": 1, "said": ["-m", "a"], "name": "tool.run"}]

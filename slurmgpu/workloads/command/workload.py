@@ -191,7 +191,7 @@ class Command:
 
     @property
     def scripts(self) -> list[Path]:
-        """The scripts among the arguments.
+        """The scripts among the arguments; the one that the command starts comes before those that are its arguments.
 
         These are: files below the working folder, which is the run file's folder; files elsewhere whose names are
         those of code and that are not installed; the file of a module that Python or a launcher runs by
@@ -201,14 +201,14 @@ class Command:
         found = [Path(text) for text in self._line.texts.values()]
         if (module := module_of(self._line.texts)) is not None and (file := file_of_module(module[1])) is not None:
             packages = [folder / "__init__.py" for folder in file.parents if folder != Path()]
-            found += [*(path for path in packages if path.is_file()), file]
+            found = [file, *(path for path in packages if path.is_file()), *found]
         places = [(path, path.resolve()) for path in found]
         entry = entry_script(self._program, {**os.environ, **self._env}.get("PATH"))
-        return [
+        return ([] if entry is None else [entry]) + [
             path
             for path, place in places
             if (place.is_relative_to(here) or (place.suffix in CODE and not is_others(str(place)))) and _is_script(path)
-        ] + ([] if entry is None else [entry])
+        ]
 
     def check_here(self) -> None:
         """Refuse a program that this machine lacks or cannot start, and a script that does not exist."""
