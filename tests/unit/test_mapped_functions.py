@@ -68,17 +68,18 @@ def scaled(text):
 """
 
 
+@pytest.mark.parametrize("given", [["--k", "3"], []])
 @pytest.mark.parametrize("how", ["args = parser.parse_args()", "args, _ = parser.parse_known_args()"])
-def test_a_module_that_parses_the_command_line_finds_that_of_the_script_in_tasks(tmp_path, monkeypatch, how):
+def test_a_module_that_parses_the_command_line_finds_that_of_the_script_in_tasks(tmp_path, monkeypatch, how, given):
     (tmp_path / "options_of_a_lab.py").write_text(OPTIONS.format(how=how))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--k", "3"])
+    monkeypatch.setattr(sys, "argv", ["train.py", *given])
     monkeypatch.setattr(functions, "own_modules", lambda names: [*{"options_of_a_lab"} & names])
     assert functions.arguments_read() is None
     import options_of_a_lab
 
     argv = functions.arguments_read()
-    assert argv == ["train.py", "--k", "3"]
+    assert argv == ["train.py", *given]
     packed = {"function": by_value(lambda text: options_of_a_lab.scaled(text)), "load": None}
     functions.pack(packed, tmp_path, argv)
     del sys.modules["options_of_a_lab"]  # as in a worker
@@ -86,12 +87,12 @@ def test_a_module_that_parses_the_command_line_finds_that_of_the_script_in_tasks
     function = Function(function="options_of_a_lab:scaled", columns={"result": "int32"}, items="value", argv=argv)
     function.load(TaskContext("cpu", 0, tmp_path))
     del sys.modules["options_of_a_lab"]
-    assert function([Item(0, {"value": "ab"})]) == [{"result": 6}]
+    assert function([Item(0, {"value": "ab"})]) == [{"result": 6 if given else 2}]
 
 
 def test_a_command_line_of_jupyter_is_not_handed_on(monkeypatch):
     monkeypatch.setattr(functions, "own_modules", lambda names: [__name__])
-    for argv, kept in ((["a.py", "-f"], ["a.py", "-f"]), (["/x/ipykernel_launcher.py", "-f"], None), (["a.py"], None)):
+    for argv, kept in ((["a.py", "-f"], ["a.py", "-f"]), (["/x/ipykernel_launcher.py", "-f"], None), ([""], [""])):
         monkeypatch.setattr(sys, "argv", argv)
         assert functions.arguments_read() == kept
 
