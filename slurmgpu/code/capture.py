@@ -40,7 +40,8 @@ def snapshot_of(
     of functions that are in no module. Files of a `former` snapshot are looked for, too. SlurmGPUError if a file that
     the workload needs is missing, cannot be read, or is not valid Python.
     """
-    base, settings = Path(plan.search_path), list(plan.texts())
+    script = plan.settings.get("argv", [])[:1]  # the name of a mapped function's script: tasks do not read the file
+    base, settings = Path(plan.search_path), [text for text in plan.texts() if text not in script]
     tracer = Tracer(
         base,
         None if container is None else [(str(name), str(path)) for name, path in container["packages"]],

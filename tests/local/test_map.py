@@ -40,6 +40,37 @@ def values(run):
     return [(row.index, row.error, row.values) for row in run.rows()]
 
 
+OF_OPTIONS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--times", type=int, default=2)
+args = parser.parse_args()
+
+def scaled(n):
+    return n * args.times
+"""
+MAPS_IT = """
+import slurmgpu
+from options_of_a_lab import scaled
+
+def twice(n):
+    return scaled(n)
+
+if __name__ == "__main__":
+    run = slurmgpu.map(twice, [1, 2], columns="int32", executor="local", gpus=0, overrides={"html": False})
+    print(run["result"][:].tolist())
+"""
+
+
+@pytest.mark.parametrize(("given", "found"), [([], [2, 4]), (["--times", "3"], [3, 6])])
+def test_a_module_with_options_finds_those_of_the_script_which_tasks_do_not_read(given, found):
+    Path("options_of_a_lab.py").write_text(OF_OPTIONS)
+    Path("maps_it.py").write_text(MAPS_IT)
+    done = subprocess.run([sys.executable, "maps_it.py", *given], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == [str(found)], done.stderr
+    assert "Tasks read these files" not in done.stderr
+
+
 def test_threads_of_a_worker_take_turns_often():
     run = slurmgpu.map(lambda _: {"seconds": sys.getswitchinterval()}, [1], **HERE)
     assert run["seconds"][:].tolist() == [pytest.approx(0.0005)]
