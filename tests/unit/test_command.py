@@ -683,6 +683,24 @@ def test_a_gpu_that_is_lost_is_no_items_error(one, monkeypatch):
     assert asked == [2]
 
 
+WRAPPER = """
+import subprocess, sys, pathlib
+made = pathlib.Path(sys.argv[1]).with_name("source")
+made.mkdir()
+inner = f"raise OSError('no image: {made}/3.jpg')"
+subprocess.run([sys.executable, "-S", "-c", inner, made], check=True)
+"""
+
+
+def test_the_error_of_a_script_that_another_starts_is_its_own_and_names_no_temporary_folder(tmp_path, monkeypatch):
+    (tmp_path / "slice.py").write_text(WRAPPER)
+    command = loaded(tmp_path, monkeypatch, run=[sys.executable, "-S", "slice.py", "{in:jsonl}", "{out}"])
+    said = failing(command, items("a"))
+    assert said.partition("\n")[0].endswith("exited with code 1: OSError: no image: …/source/3.jpg")
+    assert "subprocess.CalledProcessError: Command" in said
+    assert said == failing(command, items("a"))
+
+
 def test_equal_failures_are_of_one_way_and_others_are_not(one):
     code = "import sys; sys.exit(int(sys.argv[1]))"
     first, second, third = one(code)(items("3", "3", "4"))

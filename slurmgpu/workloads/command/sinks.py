@@ -20,8 +20,8 @@ _BAR = re.compile(r"\d%\|.*\||[━╸╺█▏▎▍▌▋▊▉]{4}")
 _OF_HYDRA = "HYDRA_FULL_ERROR=1"
 _RAISED = re.compile(r"(?:\[[\w ]+\]:? ?)?(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?:: |:?$)|\s*what\(\): ")
 """The line that ends a Python traceback, perhaps with torchrun's rank before it, or reports a C++ exception."""
-_OF_LAUNCHER = "ChildFailedError"
-"""torchrun's own exception, after the traceback of a rank."""
+_OF_LAUNCHER = "ChildFailedError", "CalledProcessError"
+"""Exceptions of what starts a program, after its traceback: of torchrun, and of `subprocess` and accelerate."""
 _TELLING = (MEMORY_TEXTS, GPU_TEXTS, OF_GPUS)
 MAX_BYTES = 64 << 20
 """The longest line, and the longest answer on stdout, that is accepted."""
@@ -132,7 +132,7 @@ class ToLog:
         if not (b"Error" in line or b"Exception" in line or b"what()" in line):
             return
         text = self._shown(line.decode(errors="replace"))
-        if _RAISED.match(text) is None or _OF_LAUNCHER in text:
+        if _RAISED.match(text) is None or any(name in text for name in _OF_LAUNCHER):
             return
         self._raised = text.strip()
         self._telling |= {words: self._raised for words in _TELLING if any(word in text for word in words)}

@@ -459,6 +459,7 @@ class Command:
         """Start the program, wait until it ends, and read its rows."""
         line, requests = self._line, call.requests
         temporary = {path: f"{{{name}}}" for name, path in values.items() if name not in (START, END)}
+        temporary[str(Path(values[OUT]).parent)] = "…"
         mark = mark_of(min(requests), max(requests))
         out, err = (ToLog(mark, temporary if self._has_files else None) for _ in range(2))
         printed = PrintedRow(self.columns, out)
