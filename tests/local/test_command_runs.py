@@ -968,6 +968,10 @@ def test_run_says_what_an_input_is_for(slurmgpu, tmp_path):
         (["bash", "-c", 'for script in *.py $HOME/.sh; do python "$script" $1; done', "bash", "{text}"], "bash"),
         (["bash", "-c", 'cd "$1" && python -u "src/fit.py"; cat out', "bash", "{path}"], "fit"),
         (["tool", "--with=a.py", "{path}.sh", "b.R"], "b"),
+        (["/opt/bin/python3.11", "-W", "ignore", "-m", "llava.eval.model_vqa_loader", "{in}"], "model_vqa_loader"),
+        (["accelerate", "launch", "--module", "lab.train", "--lr", "{lr}"], "train"),
+        (["bash", "-c", 'cd "$1" && python -m whisperx a.wav', "bash", "{path}"], "whisperx"),
+        (["sort", "-m", "{path}"], "sort"),
     ],
 )
 def test_a_script_names_the_run(program, name):

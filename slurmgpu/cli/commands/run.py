@@ -23,6 +23,7 @@ USAGE = "--each FILE --col NAME:TYPE [OPTIONS] -- PROGRAM [ARGUMENTS]"
 PROGRAM = "slurmgpu.program"
 """The key of the program in Click's context."""
 SCRIPTS = (".py", ".sh", ".R", ".jl", ".pl", ".js")
+_OF_MODULE = re.compile(r"(?:python[\d.]*|torchrun|accelerate|deepspeed) (?:\S+ )*?(?:-m|--module) ([A-Za-z_][\w.]*\w)")
 
 
 class WithProgram(TyperCommand):
@@ -159,9 +160,13 @@ def whole_run_file(
 
 
 def _name_of(program: Sequence[str]) -> str:
-    """The name of a run: for `python score.py`, also as the code of `bash -c`, the script's."""
-    words = (word.strip("'\";") for text in program for word in text.split())
-    return next((Path(word).stem for word in words if _is_script(word)), Path(*program[:1]).stem) or "run"
+    """The name of a run: the script's, also in the code of `bash -c`; else that of the module after -m."""
+    words = [word.strip("'\";") for text in program for word in text.split()]
+    if script := next(filter(_is_script, words), None):
+        return Path(script).stem
+    if module := _OF_MODULE.search(" ".join(words)):
+        return module[1].rpartition(".")[2]
+    return Path(*program[:1]).stem or "run"
 
 
 def _free(run_dir: Path, given: Mapping[str, Any]) -> Path:
