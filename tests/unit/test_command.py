@@ -1099,7 +1099,10 @@ def test_a_missing_row_and_an_error_are_their_items_alone(score):
         ("pass", "exited with code 0, but wrote no row to {out}"),
         ("write([])", "exited with code 0, but wrote no row to {out}"),
         ("os.mkdir(path)", "exited with code 0, but wrote no row to {out}"),
-        ("write([row(items[0]), row(items[0])])", "line 2 of {out} has the index 0 a second time"),
+        (
+            "write([row(items[0]), row(items[0])])",
+            "line 2 of {out} is a second row for item 0. Write one row for each item",
+        ),
         ("write([{'index': 9, 'n': 1}])", "line 1 of {out} has the index 9, but this call has no such item"),
         ("write([{'n': 1}])", "line 1 of {out} has no index"),
         ("write([{'index': None, 'n': 1}])", "that differs between items: --set match=FIELD"),
@@ -1421,7 +1424,7 @@ def test_an_item_without_what_rows_are_matched_by_fails_alone(by_id):
         ({"id": "q9", "n": 1}, "line 1 of {out} has 'q9' as 'id', but no item of this call has that value"),
         ({"id": "a ", "n": 1}, "line 1 of {out} has 'a ' as 'id'"),
         ({"id": float("nan"), "n": 1}, "line 1 of {out} has 'nan' as 'id'"),
-        ({"id": "a", "n": 1}, "line 2 of {out} has the index 0 a second time"),
+        ({"id": "a", "n": 1}, "line 2 of {out} is a second row for item 0. Write one row for each item"),
     ],
 )
 def test_a_row_that_matches_no_item_fails_its_slice(by_id, row, said):
@@ -1587,7 +1590,7 @@ def test_a_stream_that_fails_is_started_again_for_the_next_call(served, monkeypa
 def test_a_stream_that_answers_twice_fails_its_call_and_no_later_one(served, pause_s):
     command = served(f"{ANSWER}\nif item['index'] == 0:\n    time.sleep({pause_s}); {ANSWER}")
     first, second = items("a", "bb")
-    assert "has the index 0 a second time" in failing(command, [first, second])
+    assert "is a second row for item 0" in failing(command, [first, second])
     assert command([first]) == [{"n": 1}]
     assert command([second]) == [{"n": 2}]
 

@@ -58,7 +58,10 @@ class Collected:
         if index not in self._wanted:
             raise OutputError(f"{where} has the index {index}, but this call has no such item")
         if index in self.rows:
-            raise OutputError(f"{where} has the index {index} a second time")
+            raise OutputError(
+                f"{where} is a second row for item {index}. Write one row for each item; several values, such as "
+                f"samples, go into it as a list"
+            )
         error = row.get("error")
         if not (error is None or error is False or isinstance(error, str)):
             raise OutputError(f"{where} has {error!r:.80} as error; expected a text")
