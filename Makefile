@@ -44,7 +44,7 @@ test-oldest: packages $(OLDEST)/test
 	  --deselect tests/files/test_selection.py::test_hugging_face_datasets_loads_the_folder
 
 nightly: packages lint types $(VENV)/compiled
-	$(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly
+	SLOTS=programs $(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly
 
 check: lint types $(VENV)/compiled
 	$(BIN)/python -m pytest -n 3 tests/unit tests/files

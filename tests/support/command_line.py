@@ -329,8 +329,10 @@ def n_slots_of(argv, cwd):
     """How many slots of this machine to fork for a command: those that it may start, by its words and its run file.
 
     A run by `slurmgpu.map` forks them as well. As programs (see `AS_PROGRAMS`) each takes half a second of a processor
-    to import its modules.
+    to import its modules; with SLOTS=programs, as in `make nightly`, all are.
     """
+    if os.environ.get("SLOTS") == "programs":
+        return 0
     path = Path(cwd, "slurmgpu.toml")
     said = [*argv, *(re.findall(r'"(\w+)"', path.read_text(errors="replace")) if path.is_file() else [])]
     starts = argv[:1] and argv[0] in ("submit", "resubmit", "run")
