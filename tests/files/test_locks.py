@@ -1,6 +1,7 @@
 """The lock of a run: one holds it, the silent lose it, and whoever lost it neither acts nor removes its successor's."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -218,6 +219,29 @@ def test_a_holder_that_was_stopped_past_its_lease_neither_acts_nor_removes_its_s
             assert f"process {os.getpid()} of " in said
         assert said.startswith("lost: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("has_successor", [False, True])
+def test_a_lock_that_was_renewed_while_it_was_taken_away_is_put_back(tmp_path, monkeypatch, has_links, has_successor):
+    path = tmp_path / ".submitting"
+    renewed, successor = holder(beat=4), holder(token="a third")
+
+    def link(source, target, **options):
+        if has_successor:
+            path.write_text(successor)  # a process that saw no lock
+        if not has_links:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return real(source, target, **options)
+
+    real = os.link
+    monkeypatch.setattr(os, "link", link)
+    path.write_text(renewed)
+    inode = path.stat().st_ino
+    assert not locks._take_away(path, json.loads(holder(beat=3)))
+    assert path.read_text() == (successor if has_successor else renewed)
+    assert has_successor or path.stat().st_ino == inode
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_holder_that_was_stopped_for_less_goes_on(tmp_path):
