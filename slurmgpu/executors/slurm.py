@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +205,7 @@ class Slurm(Executor):
                 if jobs.keys() - set(line["after"]):
                     lock.check()
                     _set_dependency(line["array_job"], ",".join(f"afterok:{job}" for job in jobs))
-        except SlurmGPUError as error:  # it is queued, and mostly as it should be
+        except (SlurmGPUError, OSError) as error:  # it is queued, and mostly as it should be
             log.warning("if what job %s waits for has ended just now, Slurm cancels it: %s", line["array_job"], error)
 
     def hand_over(self, line: SubmissionLine, jobs: Mapping[str, str]) -> None:
@@ -218,27 +218,41 @@ class Slurm(Executor):
                 log.warning("Slurm may send its mail before the run's end: %s", error)
         queued = {job.array_job: job for job in queue.own_jobs()}
         for job, _ in queue.dependents(own_job):
-            folder = queued[job].run_folder if job in queued else None
-            # scontrol replaces the whole dependency, as the merge of another run may do that the job waits for as well.
-            with run_lock(folder, "postponing", patient=True) if folder else contextlib.nullcontext() as lock:
-                dependency = dict(queue.dependents(own_job)).get(job)
-                if dependency is None:
-                    continue  # it was cancelled
-                renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
-                if lock is not None:
-                    lock.check()
-                try:
+            try:
+                with _alone(queued.get(job)) as check:
+                    dependency = dict(queue.dependents(own_job)).get(job)
+                    if dependency is None:
+                        continue  # it was cancelled
+                    renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
+                    check()
                     _set_dependency(job, renamed)
-                except commands.SlurmUnavailableError as error:
-                    if error.is_silent:
-                        raise
-                    log.warning("job %s waits for this job, which ends: %s", job, error)  # the others go on
+            except (SlurmGPUError, OSError) as error:
+                if isinstance(error, commands.SlurmUnavailableError) and error.is_silent:
+                    raise
+                log.warning("job %s waits for this job, which ends: %s", job, error)  # the others go on
 
     def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:
         """The command, run by srun."""
         from slurmgpu.executors import slurm_jobs
 
         return slurm_jobs.check_command(config, command)
+
+
+@contextlib.contextmanager
+def _alone(waiting: queue.QueuedJob | None) -> Iterator[Callable[[], None]]:
+    """Hold the lock of the run of a job that waits, and yield what checks it.
+
+    scontrol replaces the whole dependency, as the merge of another run may do that the job waits for as well. Few runs
+    wait for two: one whose directory is gone, or on a full disk, is postponed without the lock.
+    """
+    check: Callable[[], None] = lambda: None  # noqa: E731 - of a job of another program, or one that cannot be locked
+    with contextlib.ExitStack() as stack:
+        try:
+            if waiting is not None and (folder := waiting.run_folder) is not None:
+                check = stack.enter_context(run_lock(folder, "postponing", patient=True)).check
+        except (SlurmGPUError, OSError) as error:
+            log.warning("job %s is postponed without its run's lock: %s", waiting and waiting.job_id, error)
+        yield check
 
 
 def _set_dependency(job: str, dependency: str) -> None:

@@ -1,5 +1,6 @@
 """The scripts in sbatch/, submitted by hand on a real Slurm: the same runs, seen and treated like any other."""
 
+import errno
 import functools
 import json
 import logging
@@ -20,6 +21,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks, manual_jobs
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.executors.slurm import Slurm
+from slurmgpu.run import lock
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, queue
@@ -380,6 +382,26 @@ def test_a_waiting_job_that_slurm_does_not_change_keeps_no_other_from_the_next_m
     Slurm().hand_over({"merge": {}}, {"merge_job": "9"})
     assert asked == [("JobId=11", "Dependency=afterok:9"), ("JobId=12", "Dependency=afterok:9")]
     assert "job 11 waits for this job, which ends: scontrol update failed" in caplog.text
+
+
+def test_a_waiting_run_that_cannot_be_locked_waits_for_the_next_merge_like_the_others(tmp_path, monkeypatch, caplog):
+    run = pretend_run(tmp_path / "waits", 300.0)
+    job = queue.QueuedJob("11", "PENDING", "", "", "", "", comment=f"{queue.COMMENT}{run.folder}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(queue, "own_jobs", lambda: [job])
+    monkeypatch.setattr(queue, "dependents", lambda merge: [("11", f"afterok:{merge}"), ("12", f"afterok:{merge}")])
+    asked = []
+    monkeypatch.setattr(commands, "run", lambda *command: asked.append(command[2:]))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lock, "_write", full)
+    Slurm().hand_over({"merge": {}}, {"merge_job": "9"})
+    assert asked == [("JobId=11", "Dependency=afterok:9"), ("JobId=12", "Dependency=afterok:9")]
+    assert "job 11 is postponed without its run's lock: [Errno 28] No space left on device" in caplog.text
+    Slurm().wait_for(run, [])
+    assert "if what job 4711 waits for has ended just now, Slurm cancels it: [Errno 28]" in caplog.text
 
 
 @pytest.mark.slurm
