@@ -416,6 +416,16 @@ print(server._process.pid, server._folder, *server._shared)
     assert not (Path("/dev/shm") / shared[0]).exists()
 
 
+def test_a_fork_of_the_worker_ends_no_server(opened):
+    engine = opened()
+    if (fork := os.fork()) == 0:
+        engine.close()  # as Python does at the end of a fork that leaves by sys.exit
+        os._exit(0)
+    assert os.waitpid(fork, 0)[1] == 0
+    engine._server.check()
+    assert answers(engine, "one")[0].text == "one"
+
+
 def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, opened):
     long = tmp_path / ("x" * 80)
     long.mkdir()

@@ -60,6 +60,7 @@ class ServerProcess:
         self._guard = Guard()
         self._guard.remove(self._folder)
         self._key = secrets.token_hex(16)
+        self._starter = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._port: int | None = None
         self._shared: set[str] = set()
@@ -121,7 +122,9 @@ class ServerProcess:
         raise ServerEndedError(f"the server {self._serve[0]} has not answered for {most_s:g} s")
 
     def close(self) -> None:
-        """End it with its children, and remove its socket."""
+        """End it with its children, and remove its socket; a fork of the process that started it leaves it."""
+        if os.getpid() != self._starter:
+            return
         self._end()
         self._guard.close()
         shutil.rmtree(self._folder, ignore_errors=True)
