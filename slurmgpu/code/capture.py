@@ -18,6 +18,7 @@ from slurmgpu.code.trace_notes import ARRAY_ID
 from slurmgpu.code.tracer import NAMED, Tracer
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.run.mapped_function import MAPPED
 from slurmgpu.run.submissions import CodeAbout, Git
 from slurmgpu.util.env_info import PACKAGES
 
@@ -40,7 +41,7 @@ def snapshot_of(
     of functions that are in no module. Files of a `former` snapshot are looked for, too. SlurmGPUError if a file that
     the workload needs is missing, cannot be read, or is not valid Python.
     """
-    script = plan.settings.get("argv", [])[:1]  # the name of a mapped function's script: tasks do not read the file
+    script = plan.settings.get("argv", [])[:1] if plan.workload == MAPPED else []  # tasks do not read that file
     base, settings = Path(plan.search_path), [text for text in plan.texts() if text not in script]
     tracer = Tracer(
         base,

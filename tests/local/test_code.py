@@ -435,6 +435,17 @@ def names_in(folder, **more):
     return [file.name for file in code.files], [sentence for sentence in code.left_out if READ not in sentence]
 
 
+@pytest.mark.parametrize(("argv", "found"), [("3", False), ('["rules.py", "--fast"]', True)])
+def test_argv_is_a_setting_like_any_other_of_a_workload(signed, argv, found):
+    folder = signed()
+    (folder / "rules.py").touch()
+    (folder / "signed.py").write_text(WORKLOAD.replace("held: str", "argv: object = (), held: str"))
+    with open(folder / "slurmgpu.toml", "a") as file:
+        file.write(f"argv = {argv}\n")
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        assert (str(folder / "rules.py") in {file.path for file in (*draft.code.files, *draft.code.read)}) is found
+
+
 def test_all_distributions_are_read_only_for_a_package_that_none_is_named_after(signed, monkeypatch):
     asked = []
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: asked.append(1) or {})
