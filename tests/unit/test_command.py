@@ -1336,6 +1336,21 @@ def test_a_field_that_pandas_writes_in_its_own_way_is_the_one_that_it_read(tmp_p
         assert loaded(tmp_path, monkeypatch, run=[*run, name])(asked[:1])[0].keys() == {"n", name}
 
 
+@pytest.mark.parametrize(
+    ("given", "written", "result"),
+    [
+        (1700000000.4, "1700000000.4", 1700000000.9),  # seconds
+        ("1700000000123", 1700000000123.0, 1700000000124),
+        (12345678901234567890.0, 1.234567890e19, 1.2345679e19),
+        ("2026-11-26T10:00:00.123956", 1795687200123, "2026-11-26T10:00:01.123956"),
+        ("2026-11-26T10:00:00", "2026-11-26T10:00:00.000", "2026-11-26T10:00:00.100"),
+    ],
+)
+def test_a_time_or_an_id_that_differs_little_from_the_items_is_a_result(given, written, result):
+    assert outputs.is_written_back(written, given)
+    assert not outputs.is_written_back(result, given)
+
+
 LIST = """
 import json, sys
 rows = json.load(open(sys.argv[1]))

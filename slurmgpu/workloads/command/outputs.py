@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,8 @@ def read_output(
 def is_written_back(value: Any, given: Any) -> bool:
     """Whether a row's value is the one that the item has.
 
-    pandas writes 7 for `007`, 7.0 for 7, True or 1.0 for `true`, ten decimals of a number, nothing for what is missing,
-    and milliseconds for the date in a field such as `created_at`.
+    pandas writes 7 for `007`, 7.0 for 7, True or 1.0 for `true`, ten decimals of a number and ten digits of one above
+    1e16, nothing for what is missing, and milliseconds for the date in a field such as `created_at`.
     """
     if isinstance(value, list) and isinstance(given, list):
         return len(value) == len(given) and all(map(is_written_back, value, given))
@@ -198,7 +198,12 @@ def is_written_back(value: Any, given: Any) -> bool:
     if one in ("", "NaN") or one == other:
         return True
     amount, its = _amount(one), _amount(other)
-    return amount is not None and its is not None and math.isclose(amount, its, rel_tol=1e-9, abs_tol=1e-10)
+    if amount is None or its is None:
+        return False
+    return math.isclose(amount, its, rel_tol=1e-9 if abs(its) >= 1e16 else 1e-15, abs_tol=1e-10)
+
+
+_EPOCH = datetime.fromtimestamp(0, timezone.utc)
 
 
 def _amount(text: str) -> float | None:
@@ -209,7 +214,8 @@ def _amount(text: str) -> float | None:
         return float(text)
     with contextlib.suppress(ValueError):
         date = datetime.fromisoformat(text)
-        return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp() * 1000
+        since = (date if date.tzinfo else date.replace(tzinfo=timezone.utc)) - _EPOCH
+        return float(since // timedelta(milliseconds=1))
     return None
 
 
