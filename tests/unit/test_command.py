@@ -1313,13 +1313,12 @@ def test_a_field_that_a_script_overwrites_is_a_result_and_not_left_out(tmp_path,
 
 PANDAS = """
 import sys, pandas
-read, write = (("read_csv", "to_csv") if "csv" in sys.argv[1] else ("read_json", "to_json"))
-options = {} if "csv" in sys.argv[1] else {"lines": True}
-table = getattr(pandas, read)(sys.argv[1], **options)
+lines = {"orient": "records", "lines": True}
+table = pandas.read_csv(sys.argv[1]) if sys.argv[1].endswith("csv") else pandas.read_json(sys.argv[1], **lines)
 table["n"] = table["text"].str.len()
 for name in sys.argv[3:]:
     table[name] = table[name].astype(object).map(lambda value: [value])
-getattr(table, write)(sys.argv[2], **({"orient": "records", **options} if options else {}))
+table.to_csv(sys.argv[2]) if sys.argv[2].endswith("csv") else table.to_json(sys.argv[2], **lines)
 """
 
 
@@ -1347,8 +1346,45 @@ def test_a_field_that_pandas_writes_in_its_own_way_is_the_one_that_it_read(tmp_p
     ],
 )
 def test_a_time_or_an_id_that_differs_little_from_the_items_is_a_result(given, written, result):
-    assert outputs.is_written_back(written, given)
-    assert not outputs.is_written_back(result, given)
+    assert outputs.is_written_back("", written, given)
+    assert not outputs.is_written_back("", result, given)
+
+
+@pytest.mark.parametrize("forms", ["jsonl jsonl", "jsonl csv", "csv csv", "csv jsonl"])
+def test_tables_and_dates_that_pandas_writes_are_those_that_it_read(tmp_path, monkeypatch, forms):
+    pytest.importorskip("pandas")
+    (tmp_path / "table.py").write_text(PANDAS)
+    read, written = forms.split()
+    run = [sys.executable, "table.py", f"{{in:{read}}}", f"{{out:{written}}}"]
+    item = {"text": "four", "meta": {"b": [1, None], "a": "é"}, "tags": ["x", "y"], "none": None}
+    item |= {"timestamp": 1700000000, "sent_at": "2026-11-26T10:00:00Z"}
+    if written == "jsonl":
+        item |= {"created_at": "Wed Oct 10 20:19:24 +0000 2018", "date": "Nov 26, 2026"}
+    assert loaded(tmp_path, monkeypatch, run=run)([Item(0, item), Item(1, item)]) == [{"n": 4}, {"n": 4}]
+    found = loaded(tmp_path, monkeypatch, run=[*run, "meta", "timestamp"])([Item(0, item)])
+    assert found[0].keys() == {"n", "meta", "timestamp"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "given", "is_same"),
+    [
+        ("text", "a\nb", "a\rb", True),
+        ("score", "NA", None, True),  # of R
+        ("answer", "NA", "which?", False),
+        ("score", "None", None, True),  # of an f-string
+        ("meta", {"a": 1, "b": None}, {"a": 1}, True),  # of a table of structs
+        ("meta", {"a": 1, "b": 2}, {"a": 1}, False),
+        ("meta", {}, {"a": 1}, False),
+        ("meta", '{"b":[1],"a":"é"}', {"a": "é", "b": [1]}, True),
+        ("tags", "['a', 'c']", ["a", "b"], False),
+        ("seconds", 3000, 3, False),
+        ("created_at", 1543190400000, 1700000000, False),
+        ("date", "2026-11-26", "Nov 26, 2026", False),  # a script that reads dates
+        ("text", 1700000000, "Nov 26, 2026", False),
+    ],
+)
+def test_a_value_that_is_written_in_another_way_is_the_items_and_another_is_not(name, value, given, is_same):
+    assert outputs.is_written_back(name, value, given) is is_same
 
 
 LIST = """

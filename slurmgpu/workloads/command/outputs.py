@@ -7,6 +7,7 @@ import csv
 import json
 import lzma
 import math
+import re
 import struct
 import tokenize
 import zipfile
@@ -33,6 +34,8 @@ NPZ_ERRORS = (
 """The exceptions of NumPy and zipfile for a damaged file: one that claims petabytes is a MemoryError."""
 
 _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+_DATES = re.compile(r"(?i)timestamp.*|.*_(?:at|time)|modified|date")
+"""The names of fields in JSON that pandas takes for dates, or for seconds since 1970, and writes in milliseconds."""
 
 
 class Collected:
@@ -177,30 +180,38 @@ def read_output(
                     name: value
                     for name, value in collected.rows[index].items()
                     if name in columns
-                    or not (name in passed or (name in fields and is_written_back(value, item.get(name))))
+                    or not (name in passed or (name in fields and is_written_back(name, value, item.get(name))))
                 }
     except PermissionError as error:
         raise OutputError(f"{{out}} cannot be read: {error.strerror}") from error
     return collected.rows
 
 
-def is_written_back(value: Any, given: Any) -> bool:
-    """Whether a row's value is the one that the item has.
+def is_written_back(name: str, value: Any, given: Any) -> bool:
+    """Whether a row's value of a field is the one that the item has.
 
     pandas writes 7 for `007`, 7.0 for 7, True or 1.0 for `true`, ten decimals of a number and ten digits of one above
-    1e16, nothing for what is missing, and milliseconds for the date in a field such as `created_at`.
+    1e16, nothing for what is missing, and milliseconds for the date in a field such as `created_at`. R writes NA for
+    what is missing, a table of structs null for a key that another row has, and a CSV writer of Python `['a']` for a
+    list.
     """
+    if isinstance(given, list | dict) and isinstance(value, str) and value != str(given):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if isinstance(value, list) and isinstance(given, list):
-        return len(value) == len(given) and all(map(is_written_back, value, given))
+        return len(value) == len(given) and all(is_written_back("", *pair) for pair in zip(value, given, strict=True))
     if isinstance(value, dict) and isinstance(given, dict):
-        return value.keys() == given.keys() and all(is_written_back(value[name], given[name]) for name in value)
+        return given.keys() <= value.keys() and all(is_written_back(key, value[key], given.get(key)) for key in value)
     one, other = (_as_field(each) for each in (value, given))
-    if one in ("", "NaN") or one == other:
+    if one in ("", "NaN", str(given), other) or (one == "NA" and not other):
         return True
     amount, its = _amount(one), _amount(other)
+    is_date = _DATES.fullmatch(name) is not None
     if amount is None or its is None:
-        return False
-    return math.isclose(amount, its, rel_tol=1e-9 if abs(its) >= 1e16 else 1e-15, abs_tol=1e-10)
+        return is_date and isinstance(value, int)  # of a date in words
+    exact = 1e-9 if abs(its) >= 1e16 else 1e-15
+    units = (1, 1000, 1e-3, 1e-6) if is_date else (1,)
+    return any(math.isclose(amount, its * unit, rel_tol=exact, abs_tol=1e-10) for unit in units)
 
 
 _EPOCH = datetime.fromtimestamp(0, timezone.utc)
@@ -213,7 +224,7 @@ def _amount(text: str) -> float | None:
     with contextlib.suppress(ValueError):
         return float(text)
     with contextlib.suppress(ValueError):
-        date = datetime.fromisoformat(text)
+        date = datetime.fromisoformat(text.removesuffix("Z"))  # which Python 3.10 does not read
         since = (date if date.tzinfo else date.replace(tzinfo=timezone.utc)) - _EPOCH
         return float(since // timedelta(milliseconds=1))
     return None
@@ -223,8 +234,8 @@ def _as_field(value: Any) -> str:
     """A value as the text of a field of CSV, with the line breaks that Python reads."""
     if value is None:
         return ""
-    text = value if isinstance(value, str) else json.dumps(value, default=_in_json, sort_keys=True)
-    return text.replace("\r\n", "\n")
+    text = value if isinstance(value, str) else json.dumps(value, default=_in_json)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _in_json(value: Any) -> Any:

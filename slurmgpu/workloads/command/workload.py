@@ -264,7 +264,7 @@ class Command:
         others = {
             name: value
             for name, value in answer.items()
-            if name not in self.columns and not (name in data and is_written_back(value, data[name]))
+            if name not in self.columns and not (name in data and is_written_back(name, value, data[name]))
         }
         if not self._passed_over.issuperset(others):
             self._passed_over.update(others)
