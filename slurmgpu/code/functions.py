@@ -125,7 +125,7 @@ def arguments_read() -> list[str] | None:
     A task imports such a module in a process of its own. None in a notebook, whose command line is Jupyter's.
     SlurmGPUError if it holds a secret, because the plan would show it.
     """
-    if Path(sys.argv[0]).name in _OF_JUPYTER or not all(map(is_utf8, sys.argv)):
+    if not sys.argv or Path(sys.argv[0]).name in _OF_JUPYTER or not all(map(is_utf8, sys.argv)):
         return None
     for name in own_modules(sys.modules.keys() - {"__main__"}):
         file = sys.modules[name].__file__

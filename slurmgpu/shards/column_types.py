@@ -96,7 +96,12 @@ def _of_numbers(value: Any, *, is_list: bool) -> str:
 
 
 def _as_text(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
-    return str(dtype.name) + (f"[{','.join(map(str, shape))}]" if shape else "")
+    return _name(dtype) + (f"[{','.join(map(str, shape))}]" if shape else "")
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    """The name that NumPy reads: of bytes, `dtype.name` is another."""
+    return f"S{dtype.itemsize}" if dtype.kind == "S" else str(dtype.name)
 
 
 def type_for_both(one: str | None, other: str | None) -> str | None:
@@ -124,7 +129,7 @@ def type_of_column(column: Column) -> str | None:
     if type(column) is Text:
         return "text"
     if type(column) is Ragged:
-        return f"{column.dtype.name}[]"
+        return f"{_name(column.dtype)}[]"
     if type(column) is Array:
         return _as_text(column.dtype, column.shape)
     return None

@@ -92,7 +92,12 @@ def test_a_module_that_parses_the_command_line_finds_that_of_the_script_in_tasks
 
 def test_a_command_line_of_jupyter_is_not_handed_on(monkeypatch):
     monkeypatch.setattr(functions, "own_modules", lambda names: [__name__])
-    for argv, kept in ((["a.py", "-f"], ["a.py", "-f"]), (["/x/ipykernel_launcher.py", "-f"], None), ([""], [""])):
+    for argv, kept in (
+        (["a.py", "-f"], ["a.py", "-f"]),
+        (["/x/ipykernel_launcher.py", "-f"], None),
+        ([""], [""]),
+        ([], None),
+    ):
         monkeypatch.setattr(sys, "argv", argv)
         assert functions.arguments_read() == kept
 
@@ -644,6 +649,11 @@ def test_an_annotation_that_is_prose_says_nothing(prose):
     assert annotated_types(function, batched=False) == {}
     function.__annotations__["return"] = dataclasses.make_dataclass("Fields", [("a", prose)])
     assert annotated_types(function, batched=False) == {}
+
+
+@pytest.mark.parametrize("text", ["S8", "S4[2]", "S2[]", "float32[3,4]", "bool", "int16[]", "json", "text"])
+def test_the_type_of_a_column_is_the_one_that_users_write(text):
+    assert type_of_column(columns_of({"x": text}, "test")["x"]) == text
 
 
 def test_a_function_without_an_annotation_that_can_be_read_says_nothing():
