@@ -1369,6 +1369,8 @@ def test_tables_and_dates_that_pandas_writes_are_those_that_it_read(tmp_path, mo
     ("name", "value", "given", "is_same"),
     [
         ("text", "a\nb", "a\rb", True),
+        ("text", "a question", " a  question\n", True),  # of a script that strips
+        ("text", "a question", "aquestion", False),
         ("score", "NA", None, True),  # of R
         ("answer", "NA", "which?", False),
         ("score", "None", None, True),  # of an f-string

@@ -188,7 +188,7 @@ def read_output(
 
 
 def is_written_back(name: str, value: Any, given: Any) -> bool:
-    """Whether a row's value of a field is the one that the item has.
+    """Whether a row's value of a field is the one that the item has, white space aside: many scripts strip texts.
 
     pandas writes 7 for `007`, 7.0 for 7, True or 1.0 for `true`, ten decimals of a number and ten digits of one above
     1e16, nothing for what is missing, and milliseconds for the date in a field such as `created_at`. R writes NA for
@@ -203,7 +203,7 @@ def is_written_back(name: str, value: Any, given: Any) -> bool:
     if isinstance(value, dict) and isinstance(given, dict):
         return given.keys() <= value.keys() and all(is_written_back(key, value[key], given.get(key)) for key in value)
     one, other = (_as_field(each) for each in (value, given))
-    if one in ("", "NaN", str(given), other) or (one == "NA" and not other):
+    if one in ("", "NaN", _as_field(str(given)), other) or (one == "NA" and not other):
         return True
     amount, its = _amount(one), _amount(other)
     is_date = _DATES.fullmatch(name) is not None
@@ -231,11 +231,9 @@ def _amount(text: str) -> float | None:
 
 
 def _as_field(value: Any) -> str:
-    """A value as the text of a field of CSV, with the line breaks that Python reads."""
-    if value is None:
-        return ""
-    text = value if isinstance(value, str) else json.dumps(value, default=_in_json)
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    """A value as the text of a field of CSV, with single spaces for all white space."""
+    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, default=_in_json)
+    return " ".join(text.split())
 
 
 def _in_json(value: Any) -> Any:
