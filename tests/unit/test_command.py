@@ -1233,6 +1233,14 @@ with open(sys.argv[2], "w", newline="", encoding="utf-8", errors="backslashrepla
 """
 
 
+def test_a_carriage_return_ends_no_line_of_a_table(tmp_path, monkeypatch):
+    (tmp_path / "table.py").write_text(TABLE)
+    run = [sys.executable, "-S", "table.py", "{in:csv}", "{out:csv}"]
+    command = loaded(tmp_path, monkeypatch, run=run, columns={"n": "int32", "seen": "text"})
+    rows = command([Item(0, {"text": "a\rb"}), Item(1, {"text": "c"})])
+    assert [row["seen"] for row in rows] == [r"['0', 'a\rb']", "['1', 'c']"]
+
+
 def test_a_script_that_reads_a_table_and_writes_it_back_with_a_column_more_is_taken_in(tmp_path, monkeypatch):
     (tmp_path / "table.py").write_text(TABLE)
     run = [sys.executable, "-S", "table.py", "{in:csv}", "{out:csv}"]

@@ -55,10 +55,13 @@ def write_items(
         path.write_text(as_json(records), "ascii")
         return given
     names = list(dict.fromkeys(name for record in records for name in record))
+    lines = [names, *([_field(record.get(name)) for name in names] for record in records)]
+    # Before 3.13 Python quotes no field for a carriage return, which readers take for the end of a line.
+    has_returns = any("\r" in field for line in lines for field in line)
     written = io.StringIO(newline="")
-    writer = csv.writer(written, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows([_field(record.get(name)) for name in names] for record in records)
+    csv.writer(written, lineterminator="\n", quoting=csv.QUOTE_ALL if has_returns else csv.QUOTE_MINIMAL).writerows(
+        lines
+    )
     try:
         content = written.getvalue().encode("utf-8", "surrogateescape")  # a path may have any bytes
     except UnicodeEncodeError:
