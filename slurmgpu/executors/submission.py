@@ -177,7 +177,7 @@ def merge_when_over(run: Run) -> Report:
     with heeded(), manual_jobs.log_beside(run, own_job) if own_job else contextlib.nullcontext():
         if own_job:
             _record_merge_job(run, own_job)
-        over = _locked_when_over(run, lambda: _alive_as_far_as_known(run, own_job), lambda: _settled_lives(run))
+        over = _locked_when_over(run, lambda: _alive_as_far_as_known(run, own_job), lambda: lives_of(run, settled=True))
         with over as (lock, lives):
             report, has_ended = _merge_and_end(run, lives, lock)
         if has_ended:
@@ -217,10 +217,6 @@ def _locked_when_over(
 
 def _submissions_and_attempts(run: Run) -> tuple[object, object]:
     return run.submissions(), [name for name in list_names(run.tasks) if name.endswith(".json")]
-
-
-def _settled_lives(run: Run) -> Lives | None:
-    return lives_of(run, settled=True)
 
 
 def _wait_for_end(what_lives: Callable[[], str | None], level: int) -> None:
@@ -281,7 +277,7 @@ def merge_orphaned(run: Run, number: int) -> None:
 
     `auto_resubmit` is ignored: a task has only a part of this machine's GPUs.
     """
-    over = _locked_when_over(run, lambda: others_alive(run, None), lambda: _settled_lives(run))
+    over = _locked_when_over(run, lambda: others_alive(run, None), lambda: lives_of(run, settled=True))
     with heeded(), over as (lock, lives):
         if not is_orphaned(run, number):
             return  # another task has merged
@@ -304,7 +300,7 @@ def merge_behind(run: Run, submission: int) -> int:
             f"is damaged or was removed. To merge what is published: slurmgpu merge {run.typed}"
         )
     goes_on = False
-    over = _locked_when_over(run, lambda: others_alive(run, last.get("array_job")), lambda: _settled_lives(run))
+    over = _locked_when_over(run, lambda: others_alive(run, last.get("array_job")), lambda: lives_of(run, settled=True))
     with over as (lock, lives), _naming_room(run):
         # Slurm requeues a job whose end slurmctld has missed; then `on_end` has run already.
         had_ended = run.submission(submission).get("state") == "ended"

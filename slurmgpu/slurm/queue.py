@@ -76,12 +76,14 @@ class QueuedJob:
         return Path(self.command).parent  # each job is compared with each run of a sweep
 
     @property
+    def _commented_folder(self) -> Path | None:
+        """The run directory that the comment of a job by hand names."""
+        return Path(self.comment.removeprefix(COMMENT)) if self.comment.startswith(COMMENT) else None
+
+    @property
     def run_folder(self) -> Path | None:
         """The run directory that has its script, or that its comment names; None for a job of another program."""
-        if self.comment.startswith(COMMENT):
-            folder = Path(self.comment.removeprefix(COMMENT))
-        else:
-            folder = self._script_folder.parent
+        folder = self._commented_folder or self._script_folder.parent
         return folder if is_file(folder / "run.json") else None
 
     @property
@@ -100,8 +102,8 @@ class QueuedJob:
         """
         if self.is_submitits(run):
             return True
-        if self.comment.startswith(COMMENT):
-            return Path(self.comment.removeprefix(COMMENT)).resolve() == run.folder.resolve()
+        if self._commented_folder is not None:
+            return self._commented_folder.resolve() == run.folder.resolve()
         if not self.name.startswith(JOB_NAME) or run.folder.name not in self.command:
             return False
         # squeue shows the arguments joined by blanks, which a path may hold too.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError
-from slurmgpu.workloads.command.placeholders import as_json
+from slurmgpu.workloads.command.placeholders import as_json, plain
 
 OF_ROWS = ("index", "error")
 """Reserved names: they describe the item itself, so no field may have them in forms that mix both."""
@@ -55,7 +55,7 @@ def write_items(
         path.write_text(as_json(records), "ascii")
         return given
     names = list(dict.fromkeys(name for record in records for name in record))
-    lines = [names, *([_field(record.get(name)) for name in names] for record in records)]
+    lines = [names, *([as_field(record.get(name)) for name in names] for record in records)]
     # Before 3.13 Python quotes no field for a carriage return, which readers take for the end of a line.
     has_returns = any("\r" in field for line in lines for field in line)
     written = io.StringIO(newline="")
@@ -70,5 +70,13 @@ def write_items(
     return given
 
 
-def _field(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+def as_field(value: Any) -> str:
+    """A value as the text of a field of CSV; a list or a mapping as JSON."""
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, default=_in_json)
+
+
+def _in_json(value: Any) -> Any:
+    try:
+        return plain(value)
+    except TypeError:  # a field that no argument can have: a decimal of Parquet
+        return str(value)

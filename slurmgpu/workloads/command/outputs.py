@@ -22,7 +22,8 @@ import numpy as np
 
 from slurmgpu.errors import ItemError, Retry, SlurmGPUError
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workloads.command.placeholders import as_json, plain
+from slurmgpu.workloads.command.items_file import as_field
+from slurmgpu.workloads.command.placeholders import as_json
 from slurmgpu.workloads.command.sinks import MAX_BYTES, OutputError
 
 Values = Mapping[str, Any]
@@ -202,8 +203,8 @@ def is_written_back(name: str, value: Any, given: Any) -> bool:
         return len(value) == len(given) and all(is_written_back("", *pair) for pair in zip(value, given, strict=True))
     if isinstance(value, dict) and isinstance(given, dict):
         return given.keys() <= value.keys() and all(is_written_back(key, value[key], given.get(key)) for key in value)
-    one, other = (_as_field(each) for each in (value, given))
-    if one in ("", "NaN", _as_field(str(given)), other) or (one == "NA" and not other):
+    one, other = map(_without_space, (as_field(value), as_field(given)))
+    if one in ("", "NaN", _without_space(str(given)), other) or (one == "NA" and not other):
         return True
     amount, its = _amount(one), _amount(other)
     is_date = _DATES.fullmatch(name) is not None
@@ -230,17 +231,9 @@ def _amount(text: str) -> float | None:
     return None
 
 
-def _as_field(value: Any) -> str:
-    """A value as the text of a field of CSV, with single spaces for all white space."""
-    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, default=_in_json)
+def _without_space(text: str) -> str:
+    """The text with single blanks for all white space."""
     return " ".join(text.split())
-
-
-def _in_json(value: Any) -> Any:
-    try:
-        return plain(value)
-    except TypeError:  # a field that no argument can have: a decimal of Parquet
-        return str(value)
 
 
 def _how_to_match(row: Values, fields: Collection[str]) -> str:
