@@ -216,6 +216,7 @@ def _locked_when_over(
 
 
 def _submissions_and_attempts(run: Run) -> tuple[object, object]:
+    # The listing is as fresh as the file server's: to see what lives, the folder was just changed.
     return run.submissions(), [name for name in list_names(run.tasks) if name.endswith(".json")]
 
 

@@ -19,6 +19,7 @@ from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.lock import RUN_LOCK
 from slurmgpu.slurm.own_job import own_job
+from tests.files.test_shard_claimer import stale
 from tests.support.nightly import by_night
 from tests.support.runs import holders, let_go, published, records, wait_until
 
@@ -189,6 +190,23 @@ def test_accounting_is_asked_before_the_run_is_locked_about_all_that_has_run(run
     monkeypatch.setattr(submission, "lives_of", answer)
     assert merge_behind(run, 1) == 3
     assert asked == [False, False]
+
+
+def test_an_attempt_that_no_listing_shows_while_accounting_is_asked_is_asked_for(run, monkeypatch):
+    """An NFS client believes a listing as long as the folder's time is the same, which has the server's resolution."""
+    run.record_submission(run.submissions()[0] | {"merge_job": "8"})
+    monkeypatch.setenv("PATH", "/nowhere")
+    asked = []
+
+    def answer(run, *, settled):
+        asked.append(before := os.listdir(run.tasks))
+        if len(asked) == 1:  # a task comes and goes
+            (run.tasks / "9_0.0.json").write_text("{}")
+            stale(monkeypatch, run, run.tasks, before)
+
+    monkeypatch.setattr(submission, "lives_of", answer)
+    assert merge_behind(run, 1) == 3
+    assert asked == [[], ["9_0.0.json"]]
 
 
 def test_a_merge_job_that_was_killed_while_it_resubmitted_does_so_once_it_is_requeued(run, monkeypatch):
