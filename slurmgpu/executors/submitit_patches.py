@@ -50,12 +50,11 @@ def patch_submitit() -> None:
 def owners_files(executor: type, starts: str) -> Iterator[None]:
     """Make Submitit's files readable by their owner only: jobs run them, and `setup` may hold tokens.
 
-    `starts` is the last method of Submitit's executor before sbatch or the process starts; from there on the user's
+    `starts` is the last method that the executor calls before sbatch or the process starts; from there on the user's
     umask applies again, as to all other files of a run.
     """
     with process_wide.one_thread():
-        former, own = os.umask(0o077), executor.__dict__.get(starts)
-        method = getattr(executor, starts)
+        former, method = os.umask(0o077), getattr(executor, starts)
 
         def start(*args: Any, **kwargs: Any) -> Any:
             os.umask(former)
@@ -66,10 +65,7 @@ def owners_files(executor: type, starts: str) -> Iterator[None]:
             yield
         finally:
             os.umask(former)
-            if own is None:
-                delattr(executor, starts)
-            else:
-                setattr(executor, starts, own)
+            setattr(executor, starts, method)
 
 
 def _steady(path_of: Callable[[Any], Path]) -> property:

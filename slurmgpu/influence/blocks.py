@@ -17,7 +17,6 @@ from slurmgpu.influence.train_gradients import Checkpoint, ChunkGradients
 PIECE = {"cpu": 1 << 16, "cuda": 1 << 40}
 """Pairs to process together after the multiplication: as many as the caches hold."""
 
-
 HEADROOM = 40
 """Normalised tests have gradients of length about 2^HEADROOM.
 

@@ -14,7 +14,7 @@ class Outcome:
     epochs: float
     samples: int
     final: Mapping[str, float]
-    """The last evaluation of each split, and "train_loss", the last point of the learning curve."""
+    """The last evaluation of each split, and "train_loss", the mean of the steps since the evaluation before."""
     best: Mapping[str, float]
     """The evaluation with the best metric."""
     best_step: int

@@ -19,7 +19,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.training.blocks import checkpoint_blocks, find_blocks
 from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
-from slurmgpu.training.states import own_buffers, random_state, restored_buffers, set_random_state
+from slurmgpu.training.states import COMPILED, own_buffers, random_state, restored_buffers, set_random_state
 from slurmgpu.training.user_methods import optional_method
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Strategy:
         """Load a file of `save_weights` into the model; called by all ranks."""
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not self.sharded:
-            names = {name.replace("_orig_mod.", ""): name for name in self.model.state_dict()}
+            names = {name.replace(COMPILED, ""): name for name in self.model.state_dict()}
             self.model.load_state_dict({names[name]: value for name, value in weights.items()})
             return
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

@@ -193,7 +193,7 @@ def check_each(each: str | None, final: str | None, reference: str | None) -> No
 
 
 def check_votes(files: Sequence[Path], samples: Samples | None) -> list[str]:
-    """A line for paths of a run of `collect` that the report will not say to be right or wrong, as `final` is not set.
+    """A warning that the report will not say which paths of a run of `collect` are right, because `final` is not set.
 
     SlurmGPUError for votes among the answers of a run of `generate`, if nothing says which are right.
     """

@@ -86,8 +86,9 @@ class Tree:
     ) -> None:
         """Add the path of a completion from the node `start`; `generated` has all tokens after the question.
 
-        Steps after different reasoning or other hidden tokens are different nodes. Below the question, `reasoning` is
-        the node's.
+        `reasoning` counts only from the question; a path from another node has that node's. Steps after different
+        reasoning or other hidden tokens are different nodes.
+
         The whole text is split into steps, not only the completion: a blank first step extends the step before it, so
         the path then belongs below another node, which may already exist.
         """

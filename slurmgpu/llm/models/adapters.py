@@ -82,7 +82,7 @@ def pinned(source: ModelSource) -> str:
 
 
 def check_adapted(model: ModelSource, adapters: Adapters) -> None:
-    """Refuse adapters for a quantised model, and adapters trained on a different model."""
+    """Refuse adapters for a quantised model."""
     if not adapters.sources:
         return
     if model.quantization is not None or "quantization_config" in model.config:

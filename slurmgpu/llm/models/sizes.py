@@ -29,7 +29,6 @@ MOST_HEADER_BYTES = 100_000_000
 GROUPS = ("linear", "experts", "head", "embedding", "rest")
 """Groups of weights: only linear layers are quantised; embeddings and norms are not split over GPUs."""
 
-
 NAMES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "every", "tie_word_embeddings"),

@@ -69,7 +69,7 @@ def _lines(model: Model, offer: Offer, choice: Choice) -> Iterable[str]:
         return
     yield _without_memory(model, offer, choice) if offer.gpu_memory is None else _on_gpus(model, offer, choice)
     if offer.gpus > 1 and choice.one_suffices:
-        yield (f"One GPU suffices: --array makes {offer.gpus} replicas, which is faster than one copy on several GPUs.")
+        yield f"One GPU suffices: --array makes {offer.gpus} replicas, which is faster than one copy on several GPUs."
     elif choice.is_last_resort:
         yield f"Spread by layers, so only one GPU computes at a time; the model cannot be split: {choice.obstacle}."
     vocabulary = int(text_config(model.options.model.config).get("vocab_size") or 0)

@@ -283,8 +283,6 @@ class Continuous:
                 free_memory()
         self._switch(self._attention)
 
-    close = release
-
     def _switch(self, attention: str) -> None:
         """Set the model's attention, which a failed manager does not restore."""
         if self._loaded.model.config._attn_implementation != attention:
@@ -345,7 +343,7 @@ class Continuous:
                     self._add(manager, waiting.popleft(), pending)
                 output = manager.get_result(timeout=PATIENCE_S)
                 if output is None:
-                    _look_after(manager)
+                    _check_running(manager)
                 elif output.request_id in pending:
                     finished = self._read(manager, output, pending[output.request_id])
                     if finished is not None:
@@ -372,7 +370,7 @@ class Continuous:
         )
         # With tensor parallelism rank 0 adds requests for all ranks, and each gets all outputs, in the same order.
         if added is None and manager.is_tp_driver:
-            _look_after(manager)
+            _check_running(manager)
             raise _FailedError("the manager took no more requests")
         pending[name] = encoded
 
@@ -460,7 +458,8 @@ def _length(encoded: Encoded) -> int:
     return len(encoded.tokens) + encoded.request.sampling.max_tokens
 
 
-def _look_after(manager: Any) -> None:
+def _check_running(manager: Any) -> None:
+    """_FailedError if the manager's thread has ended."""
     error = manager.background_thread_status.fatal_error
     if error is not None or not manager.is_running():
         reason = described(error) if error else "the manager's thread ended before all answers were finished"

@@ -309,8 +309,8 @@ def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> n
             taken[begun[-1]] += np.exp(min(logprobs[place] - logprobs[begun[-1]], 0.0))
         begun.append(place)
     # Rounding must not make a choice that is always continued impossible.
-    exclude: npt.NDArray[np.float64] = found + np.log1p(-np.minimum(taken, 1 - ROUNDING))
-    return exclude
+    result: npt.NDArray[np.float64] = found + np.log1p(-np.minimum(taken, 1 - ROUNDING))
+    return result
 
 
 def _refuse_same(asked: Asked) -> None:

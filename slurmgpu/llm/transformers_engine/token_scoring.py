@@ -19,7 +19,7 @@ from slurmgpu.util.out_of_memory import free_memory
 
 
 class TokenScorer:
-    """Reads windows within the budget; `width` is the model's vocabulary.
+    """Reads windows within the budget; `config` is that of the model's text part.
 
     Logits are large, so they are computed for a part of the columns at a time, and the next part continues after the
     cache. For models whose values depend on the length of a call, each text is read at once, with others of its length.

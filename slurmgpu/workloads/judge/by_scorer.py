@@ -35,7 +35,6 @@ PREFERENCE = Rubric(
 COMPARED: Mapping[str, Column] = {"verdict": Text(), "score_b": Array("float32")}
 """The columns that a comparison adds to those of the input's text."""
 
-
 OTHER = "text of the second run"
 """The field of an item that gets the second run's text."""
 

@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 MODELS: Mapping[str, Any] = {"conve": ConvE, "distmult": DistMult, "complex": ComplEx, "transe": TransE}
 
-
 N_TRIED = 2
 """The number of training triples for the test of `losses`; with one triple a mean would pass."""
 
