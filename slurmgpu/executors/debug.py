@@ -9,7 +9,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.here import Here, tasks_here
 from slurmgpu.executors.interface import Lines, Started
 from slurmgpu.faults import KINDS, Fault
-from slurmgpu.report.attempts import Lives
+from slurmgpu.report.attempts import Accounting
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import beating
 from slurmgpu.run.records import Attempt
@@ -50,7 +50,7 @@ class Debug(Here):
         job = job_here(self.name, number)
         attempt = Attempt(job, 0, 0, number, self.name, submission.gpus_per_task, submission.device)
 
-        def work(on_tick: Callable[[], None]) -> Lives:
+        def work(on_tick: Callable[[], None]) -> Accounting:
             with ended_by_exception(then_killed=True), beating(run.folder, attempt.name, attempt.job):
                 Task(run, attempt).run_in_process(on_tick)
             return {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.attempts import Lives
+from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import ObservedTask
@@ -35,12 +35,12 @@ class Started:
     """A submission that has been started.
 
     `line` is added to the submission in submissions.jsonl: for queued jobs the state "queued" and their ids by name.
-    `wait`, for tasks on this machine, calls its argument repeatedly until they have ended, and returns their lives.
+    `wait`, for tasks on this machine, calls its argument repeatedly until they have ended, and returns how they ended.
     `to_type` are commands for the user, if the executor starts nothing itself.
     """
 
     line: Mapping[str, Any] = field(default_factory=dict)
-    wait: Callable[[Callable[[], None]], Lives] | None = None
+    wait: Callable[[Callable[[], None]], Accounting] | None = None
     to_type: Sequence[str] = ()
 
 
@@ -192,7 +192,7 @@ class Executor(ABC):
         """
         return None
 
-    def lives(self, run: Run, *, settled: bool = False) -> Lives | None:
+    def accounting(self, run: Run, *, settled: bool = False) -> Accounting | None:
         """What the executor's accounting says about the run's tasks; None without accounting or an answer.
 
         With `settled` it waits a while for ends that accounting does not have yet.

@@ -13,7 +13,7 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.here import Here, n_threads_of
 from slurmgpu.executors.interface import Started
-from slurmgpu.report.attempts import Lives
+from slurmgpu.report.attempts import Accounting
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.task.launcher import OWN_ENVIRON, WORKER
@@ -61,8 +61,8 @@ class Local(Here):
         slots = local_slots.start(run, submission)
         pids = [os.getpid(), *(int(slot.job_id) for slot in slots)]  # this process merges when the slots have ended
 
-        def wait_for_end(on_tick: Callable[[], None]) -> Lives:
+        def wait_for_end(on_tick: Callable[[], None]) -> Accounting:
             local_slots.wait(run, submission, slots, on_tick)
-            return local_slots.lives_of(submission, slots)
+            return local_slots.accounting_of(submission, slots)
 
         return Started({"state": "running", **self.place(run, submission), **processes(pids)}, wait_for_end)

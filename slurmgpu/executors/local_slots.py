@@ -22,7 +22,7 @@ from slurmgpu.executors import job_entry
 from slurmgpu.executors.here import SLOT, gpu_ids, n_threads_of, stop, surely_of, tasks_here
 from slurmgpu.executors.slot import begin_slot, waiting_slot
 from slurmgpu.executors.submitit_patches import owners_files, patch_submitit
-from slurmgpu.report.attempts import Life
+from slurmgpu.report.attempts import Accounted
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, class_of_exit
 from slurmgpu.run.liveness import patience
@@ -38,18 +38,20 @@ from slurmgpu.util.signals import name_of_signal
 log = logging.getLogger(__name__)
 
 
-def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
+def accounting_of(submission: Submission, slots: list[Any]) -> dict[str, list[Accounted]]:
     """The ends of the slots: the report also names those that died before they wrote a record."""
-    lives, job, node = {}, job_here(submission.executor, submission.submission), platform.node()
+    accounting, job, node = {}, job_here(submission.executor, submission.submission), platform.node()
     for number, slot in enumerate(slots):
         failure, message = class_of_exit(code := slot._process.poll()), ""
         if failure is not None:
             message = f"{node} {POLICIES[failure].says} (exit code {code})"
         elif code < 0:
             message = f"the slot of its task was killed by {name_of_signal(-code)}"
-        life = Life("ENDED", failure or "lost", True, 0, submission.gpus_per_task, node, message, submission.executor)
-        lives[f"{job}_{number}"] = [life]
-    return lives
+        n_gpus, executor = submission.gpus_per_task, submission.executor
+        accounting[f"{job}_{number}"] = [
+            Accounted("ENDED", failure or "lost", True, 0, n_gpus, node, message, executor)
+        ]
+    return accounting
 
 
 ENVIRON = {

@@ -10,7 +10,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.interface import Executor, Lines
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
-from slurmgpu.report.attempts import Lives
+from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import SubmissionLine
@@ -61,8 +61,8 @@ def queued_jobs(
     return [job for jobs in answers for job in jobs] if answers else None
 
 
-def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
-    """The lives of a run's tasks from the accounting of its executors, as `Executor.lives`."""
-    found = [executor.lives(run, settled=settled) for executor in queueing(run)]
-    answers = [lives for lives in found if lives is not None]
-    return {task: each for lives in answers for task, each in lives.items()} if answers else None
+def accounting_of(run: Run, *, settled: bool = False) -> Accounting | None:
+    """The attempts of a run's tasks from the accounting of its executors, as `Executor.accounting`."""
+    found = [executor.accounting(run, settled=settled) for executor in queueing(run)]
+    answers = [answer for answer in found if answer is not None]
+    return {task: each for answer in answers for task, each in answer.items()} if answers else None

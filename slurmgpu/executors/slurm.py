@@ -15,7 +15,7 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_adjustments
 from slurmgpu.executors.interface import Executor, Lines, Preview, Sight, Started
-from slurmgpu.report.attempts import Lives
+from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.build import is_complete
 from slurmgpu.report.queued import Job
 from slurmgpu.run import private
@@ -180,9 +180,9 @@ class Slurm(Executor):
         """The jobs of squeue."""
         return queue.queued_jobs(run, among, last)
 
-    def lives(self, run: Run, *, settled: bool = False) -> Lives | None:
-        """The lives of sacct."""
-        return accounting.lives_of(run, settled=settled)
+    def accounting(self, run: Run, *, settled: bool = False) -> Accounting | None:
+        """The attempts by sacct."""
+        return accounting.accounting_of(run, settled=settled)
 
     def jobs_completing(self, other: Run) -> tuple[str, ...]:
         """The last merge job of the other run; one that was submitted by hand may not be recorded yet."""

@@ -11,7 +11,7 @@ from slurmgpu.report.build import bad_nodes
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.submissions import SubmissionLine
-from slurmgpu.slurm.accounting import lives_of
+from slurmgpu.slurm.accounting import accounting_of
 from slurmgpu.slurm.limits import MEMORY_OPTIONS
 
 MEMORY_FACTOR = 1.5
@@ -23,7 +23,7 @@ def learn(
     """The options, the nodes to exclude, and a sentence for each change: see `Executor.learn`."""
     exclude: list[str] = []
     notes: list[str] = []
-    all_attempts = attempts_of(run, lives_of(run))
+    all_attempts = attempts_of(run, accounting_of(run))
     attempts = of_last_submission(all_attempts, run.submissions())
     if "exclude" not in given:  # a user who names nodes has the last word
         exclude, notes = _excluded(last["exclude"], attempts, all_attempts)

@@ -14,11 +14,11 @@ from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
 from slurmgpu.executors import on_end
 from slurmgpu.executors.interface import Executor, Started
 from slurmgpu.executors.live_tasks import alive, forget_dead_tasks, others_alive, refuse_alive
-from slurmgpu.executors.registry import executor_named, lives_of
+from slurmgpu.executors.registry import accounting_of, executor_named
 from slurmgpu.faults import parse_faults
 from slurmgpu.faults.injection import damage_shards
 from slurmgpu.merge import merge
-from slurmgpu.report.attempts import Lives
+from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.build import Report, every_item_failed, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
@@ -98,13 +98,13 @@ def start(
         jobs = {key: value for key, value in started.line.items() if key != "state"}
         return Outcome(submission, jobs, tuple(notes))
     try:
-        lives = _wait(run, submission.submission, started.wait, on_tick)
+        accounting = _wait(run, submission.submission, started.wait, on_tick)
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
         # A task of this submission may have outlived its supervisor, and others may have joined the run.
-        over = _locked_when_over(run, lambda: others_alive(run, None), lambda: lives, logging.WARNING)
+        over = _locked_when_over(run, lambda: others_alive(run, None), lambda: accounting, logging.WARNING)
         with heeded(), over as (lock, _), _naming_room(run):
-            report = merge.merge(run, lives, lock.check)
+            report = merge.merge(run, accounting, lock.check)
             forget_dead_tasks(run)
         if _goes_on(run, report, submission.round):
             log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
@@ -146,7 +146,9 @@ def _start(run: Run, submission: Submission, executor: Executor) -> Started:
     return started
 
 
-def _wait(run: Run, number: int, wait: Callable[[Callable[[], None]], Lives], on_tick: Callable[[], None]) -> Lives:
+def _wait(
+    run: Run, number: int, wait: Callable[[Callable[[], None]], Accounting], on_tick: Callable[[], None]
+) -> Accounting:
     try:
         return wait(on_tick)
     except BaseException:
@@ -159,7 +161,7 @@ def merge_by_hand(run: Run, *, force: bool = False) -> Report:
     owners.refuse_unwritable(run, "merge it", merges=True)
     with heeded(), run_lock(run.folder, "merging") as lock:
         may_live = refuse_alive(run, "merge", force=force)
-        report, has_ended = _merge_and_end(run, lives_of(run), lock, may_live=may_live)
+        report, has_ended = _merge_and_end(run, accounting_of(run), lock, may_live=may_live)
     if has_ended:
         _tell_end(run, report)
     return report
@@ -177,9 +179,11 @@ def merge_when_over(run: Run) -> Report:
     with heeded(), manual_jobs.log_beside(run, own_job) if own_job else contextlib.nullcontext():
         if own_job:
             _record_merge_job(run, own_job)
-        over = _locked_when_over(run, lambda: _alive_as_far_as_known(run, own_job), lambda: lives_of(run, settled=True))
-        with over as (lock, lives):
-            report, has_ended = _merge_and_end(run, lives, lock)
+        over = _locked_when_over(
+            run, lambda: _alive_as_far_as_known(run, own_job), lambda: accounting_of(run, settled=True)
+        )
+        with over as (lock, accounting):
+            report, has_ended = _merge_and_end(run, accounting, lock)
         if has_ended:
             _tell_end(run, report)
         if own_job:
@@ -199,8 +203,8 @@ def _record_merge_job(run: Run, own_job: str) -> None:
 
 @contextlib.contextmanager
 def _locked_when_over(
-    run: Run, what_lives: Callable[[], str | None], ask: Callable[[], Lives | None], level: int = logging.INFO
-) -> Iterator[tuple[Lock, Lives | None]]:
+    run: Run, what_lives: Callable[[], str | None], ask: Callable[[], Accounting | None], level: int = logging.INFO
+) -> Iterator[tuple[Lock, Accounting | None]]:
     """Hold the run's lock once nothing is alive, and yield it with the answer of `ask` about all attempts.
 
     It is asked before, since a task that joins the run waits for the lock: a Slurm that is silent takes minutes.
@@ -208,10 +212,10 @@ def _locked_when_over(
     """
     while True:
         _wait_for_end(what_lives, level)
-        seen, lives = _submissions_and_attempts(run), ask()
+        seen, accounting = _submissions_and_attempts(run), ask()
         with run_lock(run.folder, "merging", patient=True) as lock:
             if what_lives() is None and _submissions_and_attempts(run) == seen:  # else another array was there
-                yield lock, lives
+                yield lock, accounting
                 return
 
 
@@ -254,13 +258,15 @@ def _naming_room(run: Run) -> Iterator[None]:
         ) from error
 
 
-def _merge_and_end(run: Run, lives: Lives | None, lock: Lock, *, may_live: bool = False) -> tuple[Report, bool]:
+def _merge_and_end(
+    run: Run, accounting: Accounting | None, lock: Lock, *, may_live: bool = False
+) -> tuple[Report, bool]:
     """Merge; return the report, and whether a submission that had not ended ends with it.
 
     With `may_live`, submissions that are running here are left to end with their own merge.
     """
     with _naming_room(run):
-        report = merge.merge(run, lives, lock.check, may_live=may_live)
+        report = merge.merge(run, accounting, lock.check, may_live=may_live)
     lock.check()
     forget_dead_tasks(run)
     open_ones = [line for line in run.submissions() if line["state"] != "ended" and not (may_live and _is_here(line))]
@@ -278,11 +284,11 @@ def merge_orphaned(run: Run, number: int) -> None:
 
     `auto_resubmit` is ignored: a task has only a part of this machine's GPUs.
     """
-    over = _locked_when_over(run, lambda: others_alive(run, None), lambda: lives_of(run, settled=True))
-    with heeded(), over as (lock, lives):
+    over = _locked_when_over(run, lambda: others_alive(run, None), lambda: accounting_of(run, settled=True))
+    with heeded(), over as (lock, accounting):
         if not is_orphaned(run, number):
             return  # another task has merged
-        report, has_ended = _merge_and_end(run, lives, lock)
+        report, has_ended = _merge_and_end(run, accounting, lock)
     log.info("%s", _in_words(report))
     if has_ended:
         _tell_end(run, report)
@@ -301,12 +307,14 @@ def merge_behind(run: Run, submission: int) -> int:
             f"is damaged or was removed. To merge what is published: slurmgpu merge {run.typed}"
         )
     goes_on = False
-    over = _locked_when_over(run, lambda: others_alive(run, last.get("array_job")), lambda: lives_of(run, settled=True))
-    with over as (lock, lives), _naming_room(run):
+    over = _locked_when_over(
+        run, lambda: others_alive(run, last.get("array_job")), lambda: accounting_of(run, settled=True)
+    )
+    with over as (lock, accounting), _naming_room(run):
         # Slurm requeues a job whose end slurmctld has missed; then `on_end` has run already.
         had_ended = run.submission(submission).get("state") == "ended"
         _refuse_lost(run, submission)
-        report = merge.merge(run, lives, lock.check)
+        report = merge.merge(run, accounting, lock.check)
         forget_dead_tasks(run)
     log.info("%s", _in_words(report))
     try:

@@ -25,7 +25,7 @@ from slurmgpu.loader.build import build
 from slurmgpu.merge.former_rows import FormerRows
 from slurmgpu.merge.item_names import name_items
 from slurmgpu.merge.join import Places, Source, join
-from slurmgpu.report.attempts import Lives
+from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.build import Joined, Report, build_report, read_report, report_path
 from slurmgpu.run import owners
 from slurmgpu.run.crash_history import history_path
@@ -51,7 +51,9 @@ Check = Callable[[], None]
 """Raises if this process may no longer merge."""
 
 
-def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None, *, may_live: bool = False) -> Report:
+def merge(
+    run: Run, accounting: Accounting | None = None, check: Check = lambda: None, *, may_live: bool = False
+) -> Report:
     """Write merged.h5 and report.json from the published shards; return the report.
 
     A shard that is damaged in two readings, or belongs to another plan, is renamed to `NNNNN.damaged`, with the reason
@@ -86,7 +88,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None, *, 
     else:
         about_to_replace()
     summary = _summary(run) if joined and joined.n_rows and plan.summarizes else None
-    report = build_report(run, joined=joined, lives=lives, summary=summary, may_live=may_live)
+    report = build_report(run, joined=joined, accounting=accounting, summary=summary, may_live=may_live)
     name_items(run, report["errors"])
     if summary and summary.keys() == {"error"}:
         report["summary"] = _former_summary(run, report) or summary

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Life:
-    """One attempt as seen from outside: by Slurm's accounting, or by the process that started it on this machine.
+class Accounted:
+    """One attempt as accounted for by Slurm, or by the process that started it on this machine.
 
     `failure` is its class; None for a success or while it is alive. `message` adds to `state`. `began` is false if its
     batch script never ran.
@@ -51,8 +51,8 @@ TOO_LARGE = "did not fit in the walltime; if none ever does, ask for more time, 
 """An attempt's message on its current shard when its walltime ended."""
 _ADVICE = re.compile(rf"\. Shard \d+ {TOO_LARGE}$")
 
-Lives = Mapping[str, Sequence[Life]]
-"""Lives of array tasks by restart. Keys: `1234_7`, or `1234_7@other` on another cluster than the run's first."""
+Accounting = Mapping[str, Sequence[Accounted]]
+"""The attempts of array tasks by restart. Keys: `1234_7`, or `1234_7@other` on another cluster than the run's first."""
 
 
 class Told(TypedDict):
@@ -110,19 +110,21 @@ Verdict = tuple[str | None, str]
 """The outcome of an attempt: its failure class, None without one, and the message."""
 
 
-def attempts_of(run: Run, lives: Lives | None, told: Rows | None = None, *, may_live: bool = False) -> list[AttemptRow]:
+def attempts_of(
+    run: Run, accounting: Accounting | None, told: Rows | None = None, *, may_live: bool = False
+) -> list[AttemptRow]:
     """Every attempt with its failure class, from its own record or else from Slurm's accounting.
 
     `told` and `may_live` are as in `verdict_of`.
     """
-    return rows_of(run, *run.read_attempts(), lives, told, may_live=may_live)
+    return rows_of(run, *run.read_attempts(), accounting, told, may_live=may_live)
 
 
 def rows_of(
     run: Run,
     records: Sequence[Record],
     left_out: Mapping[str, Unread],
-    lives: Lives | None,
+    accounting: Accounting | None,
     told: Rows | None = None,
     *,
     may_live: bool = False,
@@ -134,26 +136,26 @@ def rows_of(
     for record in records:
         name = record["attempt"]
         _, at, cluster = name.partition("@")
-        life = _life(lives, f"{record['job']}_{record['task']}{at}{cluster}", record["restart"])
+        accounted = _accounted(accounting, f"{record['job']}_{record['task']}{at}{cluster}", record["restart"])
         verdict = verdict_of(
             record,
             cancelled=record["submission"] in cancelled,
             n_lost=lost_leases[name],
             told=(told or {}).get(name),
             may_live=may_live,
-            life=life,
+            accounted=accounted,
         )
-        rows.append(_attempt(record, life, *verdict))
+        rows.append(_attempt(record, accounted, *verdict))
     recorded = {record["attempt"] for record in records}
-    for task, its_lives in sorted((lives or {}).items()):
-        for restart, life in enumerate(its_lives):
+    for task, of_task in sorted((accounting or {}).items()):
+        for restart, accounted in enumerate(of_task):
             job_task, at, cluster = task.partition("@")
             name = f"{job_task}.{restart}{at}{cluster}"
             # The last task cancels pending ones: a cancelled task that never ran has not failed.
-            policy = POLICIES.get(life.failure or "")
+            policy = POLICIES.get(accounted.failure or "")
             failed = policy is not None and not policy.on_purpose
-            if name not in recorded and life.ended and (failed or name in left_out):
-                rows.append(_attempt_without_record(name, life, left_out.get(name)))
+            if name not in recorded and accounted.ended and (failed or name in left_out):
+                rows.append(_attempt_without_record(name, accounted, left_out.get(name)))
     return rows
 
 
@@ -226,13 +228,13 @@ def _numbers(name: str) -> list[tuple[int, str]]:
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
 
 
-def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
-    its_lives = (lives or {}).get(task, ())
-    return its_lives[restart] if restart < len(its_lives) else None
+def _accounted(accounting: Accounting | None, task: str, restart: int) -> Accounted | None:
+    of_task = (accounting or {}).get(task, ())
+    return of_task[restart] if restart < len(of_task) else None
 
 
-def _attempt(record: Record, life: Life | None, failure: str | None, message: str) -> AttemptRow:
-    seconds = round(max(last_sign(record) - record["started"], float(life.elapsed_s) if life else 0.0), 3)
+def _attempt(record: Record, accounted: Accounted | None, failure: str | None, message: str) -> AttemptRow:
+    seconds = round(max(last_sign(record) - record["started"], float(accounted.elapsed_s) if accounted else 0.0), 3)
     copied = {key: value for key, value in record.items() if key in AttemptRow.__annotations__}
     derived = {
         "seconds": seconds,
@@ -243,7 +245,7 @@ def _attempt(record: Record, life: Life | None, failure: str | None, message: st
         "message": message,
         "bad_node": record["bad_node"] or _bad_node(failure, record["node"], record["n_nodes"]),
         "idle_gpu": _is_idle(record),
-        "slurm_state": life.state if life else None,
+        "slurm_state": accounted.state if accounted else None,
     }
     return cast(AttemptRow, {**copied, **derived})
 
@@ -279,49 +281,50 @@ def verdict_of(
     n_lost: int,
     told: Told | None,
     may_live: bool,
-    life: Life | None = None,
+    accounted: Accounted | None = None,
 ) -> Verdict:
     """The outcome of an attempt.
 
     The row `told` of the last report comes first: that merge asked Slurm's accounting, which knows who sent a signal
-    and why a task recorded no end. Next come the attempt's own record and its `life`. An attempt without an end that
-    `may_live` has no failure, unless its `life` has ended. `cancelled`: its submission was cancelled with `slurmgpu
-    cancel`; `n_lost` of its shards were taken over.
+    and why a task recorded no end. Next come the attempt's own record and what is `accounted` of it. An attempt
+    without an end that `may_live` has no failure, unless it has ended by accounting. `cancelled`: its submission was
+    cancelled with `slurmgpu cancel`; `n_lost` of its shards were taken over.
     """
     has_ended = record["ended"] is not None
     if told is not None and is_of(told, record) and (has_ended or told["failure"]):  # else it was running
         return told["failure"], told["message"]
-    if not has_ended and may_live and not (life and life.ended):
+    if not has_ended and may_live and not (accounted and accounted.ended):
         return None, ""
     failure, message = record["failure"], record["message"]
     policy = POLICIES.get(failure or "")
     if policy is not None and policy.is_stop and not policy.on_purpose:
-        return _interruption(record, life, cancelled)
+        return _interruption(record, accounted, cancelled)
     if failure is not None:
         return failure, message
     if has_ended:
         return None, ""
     if cancelled:
         return "cancelled", "it was killed before it could record its end"
-    if life is not None and life.failure not in (None, "lost"):
-        return life.failure, f"no end was recorded; {life.message or f'Slurm: {life.state}'}"
+    if accounted is not None and accounted.failure not in (None, "lost"):
+        return accounted.failure, f"no end was recorded; {accounted.message or f'Slurm: {accounted.state}'}"
     lease = f"; others took over {n_lost} of its shards" if n_lost else ""
-    return "lost", f"no end was recorded{lease}" + (f"; {life.message}" if life is not None and life.message else "")
+    more = f"; {accounted.message}" if accounted is not None and accounted.message else ""
+    return "lost", f"no end was recorded{lease}{more}"
 
 
-def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Verdict:
+def _interruption(record: BriefRecord, accounted: Accounted | None, cancelled: bool) -> Verdict:
     """The outcome of an attempt that was stopped by a signal, which does not say who sent it, nor why."""
     failure, message = record["failure"], record["message"]
-    cause = POLICIES.get((life and life.failure) or "")
+    cause = POLICIES.get((accounted and accounted.failure) or "")
     # A node that a health check sets down also ends its tasks with a signal.
-    if life is not None and cause is not None and (cause.is_stop or cause.node_at_fault):
-        if life.failure != failure:
-            failure, message = life.failure, f"{_ADVICE.sub('', message)} (Slurm: {life.state})"
+    if accounted is not None and cause is not None and (cause.is_stop or cause.node_at_fault):
+        if accounted.failure != failure:
+            failure, message = accounted.failure, f"{_ADVICE.sub('', message)} (Slurm: {accounted.state})"
     elif cancelled and (POLICIES[failure or ""].is_guess or record["reason"] is None):
         # An attempt with a reason ended by itself, because little was left of its walltime.
         failure, message = "cancelled", _ADVICE.sub("", message)
-    if life is not None and life.message:
-        message += f"; {life.message}"
+    if accounted is not None and accounted.message:
+        message += f"; {accounted.message}"
     return failure, message
 
 
@@ -359,15 +362,16 @@ def node_of(row: AttemptRow) -> str:
     return row["node"] + (f" +{row['n_nodes'] - 1}" if row["n_nodes"] > 1 else "")
 
 
-def _attempt_without_record(name: str, life: Life, why: Unread | None) -> AttemptRow:
+def _attempt_without_record(name: str, accounted: Accounted, why: Unread | None) -> AttemptRow:
     what = why.value if why else "it ended before it could write a record"
-    record = new_record(Attempt("", 0, executor=life.executor, n_gpus=life.n_gpus), life.node, 0, [], 0.0)
-    failure, message = life.failure, f"{what} ({life.message or life.state}); its log may say why"
-    if why is None and life.state == "REQUEUED" and not life.began:
+    attempt = Attempt("", 0, executor=accounted.executor, n_gpus=accounted.n_gpus)
+    record = new_record(attempt, accounted.node, 0, [], 0.0)
+    failure, message = accounted.failure, f"{what} ({accounted.message or accounted.state}); its log may say why"
+    if why is None and accounted.state == "REQUEUED" and not accounted.began:
         failure = "node_fail"
         message = "Slurm could not start it there (a prolog may have failed) and queued it again; it has no log"
-    row = _attempt(record, life, failure, message)
-    several = "[" in life.node or "," in life.node
+    row = _attempt(record, accounted, failure, message)
+    several = "[" in accounted.node or "," in accounted.node
     return {
         **row,
         "attempt": name,
@@ -376,6 +380,6 @@ def _attempt_without_record(name: str, life: Life, why: Unread | None) -> Attemp
         "phases": [],
         "started": None,
         "updated": None,
-        "bad_node": _bad_node(failure, life.node, 2 if several else 1),
-        "spent": spent_unrecorded(life.elapsed_s),
+        "bad_node": _bad_node(failure, accounted.node, 2 if several else 1),
+        "spent": spent_unrecorded(accounted.elapsed_s),
     }

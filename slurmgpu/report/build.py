@@ -19,8 +19,8 @@ from slurmgpu.code.versions import RowsByCode, Stretch, rows_by_code
 from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import (
+    Accounting,
     AttemptRow,
-    Lives,
     Making,
     attempts_of,
     computed_with,
@@ -159,20 +159,20 @@ def build_report(
     run: Run,
     *,
     joined: Joined | None,
-    lives: Lives | None = None,
+    accounting: Accounting | None = None,
     summary: Mapping[str, Any] | None = None,
     may_live: bool = False,
 ) -> Report:
     """The report of a run; if tasks `may_live`, those without a recorded end have not failed.
 
-    `joined` is the content of merged.h5, None without one. `lives` is None if accounting could not be asked. `summary`
+    `joined` is the content of merged.h5, None without one. `accounting` is None if it could not be asked. `summary`
     is the workload's summary of all rows.
     """
     plan = run.plan
     records, left_out = run.read_attempts()
     published = run.published()
     records = _with_unrecorded(run, records, published)
-    attempts = rows_of(run, records, left_out, lives, may_live=may_live)
+    attempts = rows_of(run, records, left_out, accounting, may_live=may_live)
     _enter_spent(attempts, records, published)
     missing = _holes(run, joined)
     n_rows = 0 if joined is None else joined.n_rows
@@ -210,7 +210,7 @@ def build_report(
         "worker_deaths": dict(sorted(Counter(d["class"] for a in attempts for d in a["deaths"]).items())),
         "gpu_hours": round(sum(attempt["gpu_hours"] for attempt in attempts), 4),
         "ledger": ledger(attempts),
-        "accounting": lives is not None and any(map(is_slurms, attempts)),
+        "accounting": accounting is not None and any(map(is_slurms, attempts)),
         "submissions": list(map(public, run.submissions())),
         "resubmit": _resubmit(run, complete),
         "resubmit_failed": _resubmit_failed(run, sum(n_failed.values())),

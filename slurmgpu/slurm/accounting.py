@@ -1,4 +1,4 @@
-"""The lives of a run's tasks from Slurm's accounting, or from slurmctld if that is absent, broken or late."""
+"""The attempts of a run's tasks from Slurm's accounting, or from slurmctld if that is absent, broken or late."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from slurmgpu.report.attempts import AttemptRow, Life, Lives, attempts_of
+from slurmgpu.report.attempts import Accounted, Accounting, AttemptRow, attempts_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.submissions import SubmissionLine, abroad, is_slurms
@@ -26,8 +26,8 @@ DISABLED = "accounting storage is disabled"
 """The message of sacct on a cluster without accounting."""
 
 
-def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
-    """The lives of the run's tasks from accounting; None without an answer, which costs only detail.
+def accounting_of(run: Run, *, settled: bool = False) -> Accounting | None:
+    """The attempts of the run's tasks from accounting; None without an answer, which costs only detail.
 
     If accounting lacks an end, slurmctld is asked: otherwise a cancelled run would look like a preempted one, which is
     resubmitted. With `settled` both are asked repeatedly, for up to 20 s and at least three times, until they have the
@@ -36,27 +36,27 @@ def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
     deadline, n_rounds = time.monotonic() + PATIENCE_S, 0
     while True:
         n_rounds += 1
-        lives, failure = None, None
+        accounting, failure = None, None
         try:
-            lives = _ask(run, commands.accounting)
+            accounting = _ask(run, commands.accounting)
         except commands.SlurmUnavailableError as error:
             failure = error
-        if (jobs := _unsettled(run, lives)) and (told := _ask(run, commands.remembered, jobs)):
-            lives = _filled(lives or {}, told)
-            jobs = _unsettled(run, lives)
+        if (jobs := _unsettled(run, accounting)) and (told := _ask(run, commands.remembered, jobs)):
+            accounting = _filled(accounting or {}, told)
+            jobs = _unsettled(run, accounting)
         is_there = failure is None or not (failure.is_absent or DISABLED in str(failure))
         may_settle = n_rounds < MIN_ROUNDS or time.monotonic() < deadline
         if not (settled and is_there and jobs and may_settle):
             if failure is not None:
                 log.warning("the report is made without Slurm's accounting: %s", failure)
-            return lives
+            return accounting
         time.sleep(1.0)
 
 
-Asked = Callable[[Sequence[str], Mapping[str, float]], Mapping[str, Sequence[Life]]]
+Asked = Callable[[Sequence[str], Mapping[str, float]], Mapping[str, Sequence[Accounted]]]
 
 
-def _ask(run: Run, ask: Asked, among: Collection[str] | None = None) -> Lives | None:
+def _ask(run: Run, ask: Asked, among: Collection[str] | None = None) -> Accounting | None:
     """The answer on the run's array jobs of this cluster, or on those `among` them; None if there are none.
 
     Slurm makes an array of one task a plain job. A larger array may be a plain job until Slurm splits it: left out.
@@ -73,13 +73,13 @@ def _ask(run: Run, ask: Asked, among: Collection[str] | None = None) -> Lives | 
     return {f"{task}{suffix}": told for task, told in tasks.items() if "_" in task}
 
 
-def _filled(lives: Lives, told: Lives) -> Lives:
-    """The lives, with the last one of each task from `told` if it or its end is missing."""
-    filled = {**lives}
-    for task, its_lives in told.items():
-        restart, known = len(its_lives) - 1, list(lives.get(task, ()))
-        if not any(life.ended for life in known[restart:]):
-            filled[task] = [*known[:restart], *its_lives[len(known[:restart]) :]]
+def _filled(accounting: Accounting, told: Accounting) -> Accounting:
+    """The accounting, with the last attempt of each task from `told` if it or its end is missing."""
+    filled = {**accounting}
+    for task, of_task in told.items():
+        restart, known = len(of_task) - 1, list(accounting.get(task, ()))
+        if not any(each.ended for each in known[restart:]):
+            filled[task] = [*known[:restart], *of_task[len(known[:restart]) :]]
     return filled
 
 
@@ -91,9 +91,9 @@ def _begins(run: Run, lines: Sequence[SubmissionLine]) -> dict[str, float]:
     return {job: begun - DAY_S for job, begun in times.items()}
 
 
-def _unsettled(run: Run, lives: Lives | None) -> set[str]:
+def _unsettled(run: Run, accounting: Accounting | None) -> set[str]:
     """The array jobs of attempts whose end is unknown, but may still come from Slurm or from their records."""
-    return {array_of(attempt["attempt"]) for attempt in attempts_of(run, lives) if _is_unsettled(attempt)}
+    return {array_of(attempt["attempt"]) for attempt in attempts_of(run, accounting) if _is_unsettled(attempt)}
 
 
 def _is_unsettled(attempt: AttemptRow) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurmgpu.errors import NoAnswerError
-from slurmgpu.report.attempts import Life
+from slurmgpu.report.attempts import Accounted
 from slurmgpu.run.failures import class_of_job
 from slurmgpu.run.submissions import seconds_of
 from slurmgpu.util import process_wide
@@ -214,8 +214,8 @@ def outside_job() -> Iterator[None]:
             yield
 
 
-def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, list[Life]]:
-    """The lives by sacct: for each array task ("1234_7") or plain job its lives in order, one for each restart.
+def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, list[Accounted]]:
+    """The attempts by sacct: of each array task ("1234_7") or plain job in order, one for each restart.
 
     For two or three seconds sacct may show of an array its last task alone, as a plain job (measured with 22.05).
 
@@ -224,7 +224,7 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
     """
     fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList,ExitCode,End"
     asked = ("--noheader", "--parsable2", "--duplicates", "--format", fields, "--jobs", ",".join(job_ids))
-    lives: dict[str, list[Life]] = {}
+    found: dict[str, list[Accounted]] = {}
     for job_id, state, elapsed, tres, node, exit_code, end in table("|", 7, "sacct", *asked):
         state = state.split(" ")[0].rstrip("+")  # "CANCELLED by 1000"
         task, is_step, step = job_id.partition(".")
@@ -233,24 +233,24 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
         if not is_step:
             gpus = re.search(r"gres/gpu=(\d+)", tres)
             n_gpus = int(gpus[1]) if gpus else 0
-            life = Life(state, class_of_job(state, exit_code), has_ended(state), int(elapsed or 0), n_gpus, node)
-            lives.setdefault(task, []).append(life)
-        elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state == "FAILED":
+            failure, elapsed_s = class_of_job(state, exit_code), int(elapsed or 0)
+            found.setdefault(task, []).append(Accounted(state, failure, has_ended(state), elapsed_s, n_gpus, node))
+        elif state == "OUT_OF_MEMORY" and task in found and found[task][-1].state == "FAILED":
             # Slurm says so of a step in which any process was killed, also where the job was cancelled later.
-            lives[task][-1] = replace(lives[task][-1], failure=class_of_job(state))
-        elif step == "batch" and state == "CANCELLED" and not exit_code and task in lives:
+            found[task][-1] = replace(found[task][-1], failure=class_of_job(state))
+        elif step == "batch" and state == "CANCELLED" and not exit_code and task in found:
             # Measured with 22.05: one that began has a code. A prolog outlasts a task that is requeued meanwhile.
-            lives[task][-1] = replace(life := lives[task][-1], began=int(elapsed or 0) > life.elapsed_s + 1)
-    return lives
+            found[task][-1] = replace(last := found[task][-1], began=int(elapsed or 0) > last.elapsed_s + 1)
+    return found
 
 
-def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, list[Life]]:
-    """The lives by slurmctld, as `accounting` gives them: the last one of each task, if it has ended.
+def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, list[Accounted]]:
+    """The attempts by slurmctld, as `accounting` gives them: the last one of each task, if it has ended.
 
     slurmctld knows an end at once, and for MinJobAge after it (300 s by default). FAILED is left out: it may hide a
     step's OUT_OF_MEMORY, which accounting alone has.
     """
-    lives: dict[str, list[Life]] = {}
+    found: dict[str, list[Accounted]] = {}
     for job_id in job_ids:
         try:
             text = run("scontrol", "--oneliner", "show", "job", job_id)
@@ -264,10 +264,10 @@ def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
                 continue
             gpus = re.search(r"gres/gpu=(\d+)", told.get("AllocTRES") or told.get("TRES", ""))
             elapsed_s, n_gpus = int(seconds_of(told.get("RunTime", "")) or 0), int(gpus[1]) if gpus else 0
-            life = Life(state, class_of_job(state), True, elapsed_s, n_gpus, told.get("NodeList", ""))
-            before = [Life("REQUEUED", None, False, 0, 0, "")] * int(told.get("Restarts", "0"))
-            lives[job_id if index is None else f"{job_id}_{index}"] = [*before, life]
-    return lives
+            last = Accounted(state, class_of_job(state), True, elapsed_s, n_gpus, told.get("NodeList", ""))
+            before = [Accounted("REQUEUED", None, False, 0, 0, "")] * int(told.get("Restarts", "0"))
+            found[job_id if index is None else f"{job_id}_{index}"] = [*before, last]
+    return found
 
 
 def requeue_preempted(job_id: str) -> None:

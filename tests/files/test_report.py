@@ -19,7 +19,7 @@ from slurmgpu.merge.merge import merge
 from slurmgpu.operations import wait
 from slurmgpu.page.facts import item_reasons
 from slurmgpu.report import build
-from slurmgpu.report.attempts import TOO_LARGE, Life, attempts_of, computed_with, versions_in_words
+from slurmgpu.report.attempts import TOO_LARGE, Accounted, attempts_of, computed_with, versions_in_words
 from slurmgpu.report.build import judged_attempts, last_report, read_report, report_path
 from slurmgpu.report.ledger import KINDS
 from slurmgpu.report.status import read_status
@@ -198,8 +198,8 @@ def test_whoever_stopped_an_attempt_is_not_told_by_when_that_was(run, own, reaso
     change(run, "4711_0.0", **ended)
     if by_us:
         run.record_submission({"submission": 1, "cancelled": True})
-    lives = None if slurms is None else {"4711_0": [Life(slurms.upper(), slurms, True, 600, 1, "gpu000")]}
-    [row] = [row for row in attempts_of(run, lives) if row["attempt"] == "4711_0.0"]
+    accounting = None if slurms is None else {"4711_0": [Accounted(slurms.upper(), slurms, True, 600, 1, "gpu000")]}
+    [row] = [row for row in attempts_of(run, accounting) if row["attempt"] == "4711_0.0"]
     assert row["failure"] == expected
     assert row["bad_node"] == (row["node"] if expected == "node_fail" else None)
     # How much walltime a shard needs is no advice to somebody who cancelled it.

@@ -3,7 +3,7 @@
 import pytest
 
 from slurmgpu.executors import slurm_adjustments
-from slurmgpu.report.attempts import Life
+from slurmgpu.report.attempts import Accounted
 from slurmgpu.report.build import retriable
 from tests.files.test_status import change, report_of, submit_again
 from tests.support.pretend_runs import pretend_run
@@ -14,7 +14,7 @@ from tests.support.pretend_runs import pretend_run
     [([], None), ([[2, {"cuda_oom": 1}]], None), ([[2, {"item_error": 1, "host_oom": 1}]], "96000M")],
 )
 def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, monkeypatch, failed, memory):
-    monkeypatch.setattr(slurm_adjustments, "lives_of", lambda run: {})
+    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
     run = pretend_run(tmp_path / "run", 10_000)
     change(run, run.attempts()[0]["attempt"], failed=failed)
     options, _, notes = slurm_adjustments.learn(run, run.last_submission(), {}, {})
@@ -24,11 +24,11 @@ def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, monke
 
 def test_what_left_no_record_counts_for_the_submission_of_its_job_alone(tmp_path, monkeypatch):
     run = pretend_run(tmp_path / "run", 10_000)
-    lives = {
-        "4711_8": [Life("OUT_OF_MEMORY", "host_oom", True, 10, 1, "gpu8")],
-        "4711_9": [Life("NODE_FAIL", "node_fail", True, 10, 1, "gpu9")],
+    accounting = {
+        "4711_8": [Accounted("OUT_OF_MEMORY", "host_oom", True, 10, 1, "gpu8")],
+        "4711_9": [Accounted("NODE_FAIL", "node_fail", True, 10, 1, "gpu9")],
     }
-    monkeypatch.setattr(slurm_adjustments, "lives_of", lambda run: lives)
+    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: accounting)
 
     def learnt():
         return slurm_adjustments.learn(run, {**run.last_submission(), "exclude": []}, {"mem": "800M"}, {})[:2]
@@ -36,15 +36,15 @@ def test_what_left_no_record_counts_for_the_submission_of_its_job_alone(tmp_path
     assert learnt() == ({"mem": "1200M"}, ["gpu9"])
     submit_again(run)
     assert learnt() == ({"mem": "800M"}, [])
-    assert not retriable(report_of(run, lives=lives))  # a user has cancelled the array before a task had started
-    lives["4800_0"] = lives.pop("4711_8")
+    assert not retriable(report_of(run, accounting=accounting))  # its user cancelled it before a task had started
+    accounting["4800_0"] = accounting.pop("4711_8")
     assert learnt() == ({"mem": "1200M"}, [])
-    assert retriable(report_of(run, lives=lives))
+    assert retriable(report_of(run, accounting=accounting))
 
 
 def test_a_round_that_was_refused_is_made_again_by_a_merge_job_that_is_requeued(tmp_path):
     run = pretend_run(tmp_path / "run", 10_000)
-    lives = {"4711_8": [Life("NODE_FAIL", "node_fail", True, 10, 1, "gpu8")]}
-    assert retriable(report_of(run, lives=lives))
+    accounting = {"4711_8": [Accounted("NODE_FAIL", "node_fail", True, 10, 1, "gpu8")]}
+    assert retriable(report_of(run, accounting=accounting))
     submit_again(run, state="refused")
-    assert retriable(report_of(run, lives=lives))
+    assert retriable(report_of(run, accounting=accounting))

@@ -16,7 +16,7 @@ from slurmgpu.cli.views.report import show_report
 from slurmgpu.cli.views.status import show_status
 from slurmgpu.cli.views.status_poller import Look
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.report.attempts import Life
+from slurmgpu.report.attempts import Accounted
 from slurmgpu.report.build import judged_attempts, read_report
 from slurmgpu.report.state_words import failure_words, merge_words, moment, pace_words, parting_words, queue_words
 from slurmgpu.report.states import is_told
@@ -293,12 +293,12 @@ def test_an_estimate_has_the_day_and_the_year_where_they_are_not_the_next():
     assert texts[2].split()[3] == time.strftime("%Y", time.localtime(NOW + 365 * day))
 
 
-@pytest.mark.parametrize("lives", [None, {"4711_0": [Life("FAILED", "crash", True, 2, 1, "gpu1")]}])
-def test_where_no_task_has_begun_the_logs_are_named(ended_run, lives, capsys):
+@pytest.mark.parametrize("accounting", [None, {"4711_0": [Accounted("FAILED", "crash", True, 2, 1, "gpu1")]}])
+def test_where_no_task_has_begun_the_logs_are_named(ended_run, accounting, capsys):
     for path in (*ended_run.tasks.iterdir(), *ended_run.shards.iterdir()):
         path.unlink()
     ended_run.record_submission({"submission": 1, "state": "ended"})
-    report = report_of(ended_run, lives=lives)
+    report = report_of(ended_run, accounting=accounting)
     show_status(read_status(ended_run, [], now=NOW))
     show_report(report)
     told = capsys.readouterr()
@@ -306,7 +306,7 @@ def test_where_no_task_has_begun_the_logs_are_named(ended_run, lives, capsys):
     assert advice in told.out
     assert advice in told.err
     assert (f"failed without a record: 1 crash; slurmgpu report {ended_run.folder} names them" in told.out) == bool(
-        lives
+        accounting
     )
 
 
@@ -337,8 +337,8 @@ def test_what_was_at_work_for_a_forced_merge_is_lost_once_its_submission_is_over
 
 def test_a_forced_merge_knows_of_slurm_which_tasks_have_ended(ended_run):
     change(ended_run, "4711_2.0", state="running", ended=None, failure=None, message="")
-    lives = {"4711_2": [Life("OUT_OF_MEMORY", "host_oom", True, 10, 1, "gpu2")]}
-    told = {a["attempt"]: a["failure"] for a in report_of(ended_run, may_live=True, lives=lives)["attempts"]}
+    accounting = {"4711_2": [Accounted("OUT_OF_MEMORY", "host_oom", True, 10, 1, "gpu2")]}
+    told = {a["attempt"]: a["failure"] for a in report_of(ended_run, may_live=True, accounting=accounting)["attempts"]}
     assert told["4711_2.0"] == "host_oom"
 
 
@@ -350,9 +350,9 @@ def test_status_and_logs_say_the_same_of_every_attempt(ended_run):
         assert status["failures"] == failures
         return {name: failure for name, (failure, _) in found.items()}
 
-    lives = {"4711_3": [Life("NODE_FAIL", "node_fail", True, 100, 1, "gpu9")]}  # it left no record
+    accounting = {"4711_3": [Accounted("NODE_FAIL", "node_fail", True, 100, 1, "gpu9")]}  # it left no record
     change(ended_run, "4711_1.0", state="running", ended=None, failure=None, message="")
-    assert report_of(ended_run, lives=lives)["failures"] == {"lost": 1, "node_fail": 1, "preempted": 2}
+    assert report_of(ended_run, accounting=accounting)["failures"] == {"lost": 1, "node_fail": 1, "preempted": 2}
     assert agreed(lost=1, node_fail=1, preempted=2)["4711_1.0"] == "lost"
     # It was slow, and lived on to a good end.
     change(ended_run, "4711_1.0", state="ended", ended=NOW + 50, updated=NOW + 50, reason="others")
@@ -459,8 +459,8 @@ def test_items_that_were_set_aside_or_computed_anew_have_failed_no_more(failing_
 
 
 def test_of_a_run_that_has_ended_the_report_tells_what_failed_and_what_it_cost(failing_run):
-    lives = {"4711_3": [Life("NODE_FAIL", "node_fail", True, 7200, 2, "gpu9")]}  # it left no record
-    report = reported(failing_run, errors=[(3, "cuda_oom: too long")], lives=lives)
+    accounting = {"4711_3": [Accounted("NODE_FAIL", "node_fail", True, 7200, 2, "gpu9")]}  # it left no record
+    report = reported(failing_run, errors=[(3, "cuda_oom: too long")], accounting=accounting)
     failing_run.record_submission({"submission": 1, "state": "ended"})
     (failing_run.folder / "report.json").write_text(json.dumps(report))
     status = read_status(failing_run, [], now=NOW + 500)

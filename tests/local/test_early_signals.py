@@ -15,7 +15,7 @@ from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.executors.submission import merge_behind
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.report.attempts import Life, attempts_of
+from slurmgpu.report.attempts import Accounted, attempts_of
 from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.lock import RUN_LOCK
 from slurmgpu.slurm.own_job import own_job
@@ -143,8 +143,8 @@ def test_a_job_of_another_cluster_with_the_same_id_is_a_submission_of_its_own(ru
         ("7_0.0@there", 2),
         ("7_0.0", 1),
     }
-    lives = {"7_0": [Life("FAILED", "crash", True, 5, 1, "n1")] * 2}
-    rows = {row["attempt"]: row["slurm_state"] for row in attempts_of(run, lives)}
+    accounting = {"7_0": [Accounted("FAILED", "crash", True, 5, 1, "n1")] * 2}
+    rows = {row["attempt"]: row["slurm_state"] for row in attempts_of(run, accounting)}
     assert rows == {"7_0.0": "FAILED", "7_0.0@there": None, "7_0.1": "FAILED"}
 
 
@@ -187,7 +187,7 @@ def test_accounting_is_asked_before_the_run_is_locked_about_all_that_has_run(run
         if len(asked) == 1:  # another array comes and goes
             run.record_submission(run.submissions()[0] | {"submission": 2, "array_job": "9", "state": "ended"})
 
-    monkeypatch.setattr(submission, "lives_of", answer)
+    monkeypatch.setattr(submission, "accounting_of", answer)
     assert merge_behind(run, 1) == 3
     assert asked == [False, False]
 
@@ -204,7 +204,7 @@ def test_an_attempt_that_no_listing_shows_while_accounting_is_asked_is_asked_for
             (run.tasks / "9_0.0.json").write_text("{}")
             stale(monkeypatch, run, run.tasks, before)
 
-    monkeypatch.setattr(submission, "lives_of", answer)
+    monkeypatch.setattr(submission, "accounting_of", answer)
     assert merge_behind(run, 1) == 3
     assert asked == [[], ["9_0.0.json"]]
 

@@ -11,7 +11,7 @@ import pytest
 from slurmgpu.api import RunHandle
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.live_tasks import alive
-from slurmgpu.executors.registry import executor_named, lives_of
+from slurmgpu.executors.registry import accounting_of, executor_named
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run
 from tests.support import pretend_runs
@@ -216,7 +216,7 @@ def test_a_run_whose_executor_is_not_installed_is_shown(tmp_path, slurmgpu, monk
     status = json.loads(slurmgpu("status", "--json", run.folder, expect=0).stdout)
     assert (status["state"], len(status["attempts"])) == ("running", 2)
     assert "running" in slurmgpu("list", tmp_path, expect=0).stdout
-    assert lives_of(run) is None
+    assert accounting_of(run) is None
 
 
 def test_what_is_no_executor_is_a_sentence(site):

@@ -10,7 +10,7 @@ import submitit
 from slurmgpu.errors import MayBeQueuedError
 from slurmgpu.executors import registry, slurm_jobs, slurm_preview
 from slurmgpu.executors.submitit_patches import patch_submitit
-from slurmgpu.report.attempts import Life, attempts_of
+from slurmgpu.report.attempts import Accounted, attempts_of
 from slurmgpu.report.queued import is_held
 from slurmgpu.report.status import StatusReader
 from slurmgpu.slurm import accounting, commands, facts, queue
@@ -182,8 +182,8 @@ def test_what_had_ended_before_a_run_was_submitted_was_another_job_with_its_id(p
         f"4711_0.batch|OUT_OF_MEMORY|864000||old1|0:125|{then}\n4711_7|NODE_FAIL|60|gres/gpu=8|old2|1:0|{then}\n"
         f"4711_0|COMPLETED|300|gres/gpu=1|gpu1|0:0|{now}\n4711_1|RUNNING|300|gres/gpu=1|gpu2|0:0|Unknown\nEND",
     )
-    lives = accounting.lives_of(run)
-    assert {task: [(life.state, life.failure, life.node) for life in told] for task, told in lives.items()} == {
+    known = accounting.accounting_of(run)
+    assert {task: [(each.state, each.failure, each.node) for each in told] for task, told in known.items()} == {
         "4711_0": [("COMPLETED", None, "gpu1")],
         "4711_1": [("RUNNING", None, "gpu2")],
     }
@@ -202,8 +202,8 @@ def test_what_had_ended_before_a_run_was_submitted_was_another_job_with_its_id(p
 def test_a_step_in_which_the_kernel_killed_a_process_tells_only_why_its_job_failed(pretending, state, failure):
     lines = [f"6_0|{state}|70|gres/gpu=1|gpu1|0:0|Unknown", "6_0.0|OUT_OF_MEMORY|70|gres/gpu=1|gpu1|0:125|Unknown"]
     pretending("sacct", "cat <<END\n" + "\n".join(lines) + "\nEND")
-    [life] = commands.accounting(["6"], {})["6_0"]
-    assert life.failure == failure
+    [each] = commands.accounting(["6"], {})["6_0"]
+    assert each.failure == failure
 
 
 def test_of_an_array_that_has_no_merge_job_the_queue_says_when_it_has_ended(pretending, tmp_path):
@@ -272,8 +272,8 @@ def test_a_merge_asks_an_accounting_again_that_is_away_for_a_moment(pretending, 
         f"touch {tmp_path}/asked; echo 'sacct: error: {says}' >&2; exit 1",
     )
     pretending("scontrol", "exit 1")  # without a cluster Slurm's own asks DNS for one, and may wait for 20 s
-    lives = accounting.lives_of(run, settled=True)
-    assert [attempt["failure"] for attempt in attempts_of(run, lives)] == [verdict]
+    known = accounting.accounting_of(run, settled=True)
+    assert [attempt["failure"] for attempt in attempts_of(run, known)] == [verdict]
 
 
 def test_an_array_that_accounting_shows_as_a_plain_job_at_first_is_asked_for_again(pretending, tmp_path):
@@ -287,8 +287,8 @@ def test_an_array_that_accounting_shows_as_a_plain_job_at_first_is_asked_for_aga
         f"else touch {tmp_path}/asked; echo '4711|COMPLETED|300|gres/gpu=1|gpu1|0:0|Unknown'; fi",
     )
     pretending("scontrol", "exit 1")
-    lives = accounting.lives_of(run, settled=True)
-    assert attempts_of(run, lives)[0]["failure"] == "cancelled"
+    known = accounting.accounting_of(run, settled=True)
+    assert attempts_of(run, known)[0]["failure"] == "cancelled"
 
 
 def test_a_merge_asks_again_when_its_first_look_took_all_the_time(pretending, tmp_path, monkeypatch):
@@ -299,7 +299,7 @@ def test_a_merge_asks_again_when_its_first_look_took_all_the_time(pretending, tm
         "sacct", f"echo >> {tmp_path}/asked; [ $(wc -l < {tmp_path}/asked) = 3 ] && echo '4711|CANCELLED||||0:0|'"
     )
     pretending("scontrol", "exit 1")
-    assert attempts_of(run, accounting.lives_of(run, settled=True))[0]["failure"] == "cancelled"
+    assert attempts_of(run, accounting.accounting_of(run, settled=True))[0]["failure"] == "cancelled"
 
 
 @pytest.mark.slurm
@@ -324,25 +324,25 @@ def test_slurmctld_knows_who_ended_a_task_while_accounting_does_not(pretending, 
     ]
     pretending("sacct", sacct)
     pretending("scontrol", "cat <<END\n" + "\n".join(lines) + "\nEND")
-    lives = accounting.lives_of(run)
-    told = {task: [(life.state, life.ended, life.elapsed_s) for life in its] for task, its in lives.items()}
+    known = accounting.accounting_of(run)
+    told = {task: [(each.state, each.ended, each.elapsed_s) for each in its] for task, its in known.items()}
     assert told == {
         "4711_0": [("CANCELLED", True, 300)],
         "4711_1": [("REQUEUED", False, 0), ("CANCELLED", True, 300)],
     }
-    assert lives["4711_0"][0].n_gpus == 1
-    assert [attempt["failure"] for attempt in attempts_of(run, lives)] == ["cancelled", "preempted", "preempted"]
+    assert known["4711_0"][0].n_gpus == 1
+    assert [attempt["failure"] for attempt in attempts_of(run, known)] == ["cancelled", "preempted", "preempted"]
 
 
 def test_an_end_that_accounting_has_is_not_replaced(pretending, tmp_path):
     run = pretend_run(tmp_path / "run", 300, n_tasks=1)
     now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime())
     pretending("sacct", f"echo '4711_0|NODE_FAIL|9|gres/gpu=1|gpu1|0:0|{now}'; echo '4711_0|PENDING|||||Unknown'")
-    told = {"4711_0": [Life("CANCELLED", "cancelled", True, 5, 0, "")]}
-    lives = accounting._ask(run, commands.accounting)
-    assert accounting._filled(lives, told) == lives
-    later = {"4711_0": [Life("REQUEUED", None, False, 0, 0, ""), *told["4711_0"]]}
-    assert [life.state for life in accounting._filled(lives, later)["4711_0"]] == ["NODE_FAIL", "CANCELLED"]
+    told = {"4711_0": [Accounted("CANCELLED", "cancelled", True, 5, 0, "")]}
+    known = accounting._ask(run, commands.accounting)
+    assert accounting._filled(known, told) == known
+    later = {"4711_0": [Accounted("REQUEUED", None, False, 0, 0, ""), *told["4711_0"]]}
+    assert [each.state for each in accounting._filled(known, later)["4711_0"]] == ["NODE_FAIL", "CANCELLED"]
 
 
 def test_a_task_whose_prolog_failed_never_began(pretending):
@@ -363,7 +363,7 @@ def test_a_task_whose_prolog_failed_never_began(pretending):
     pretending("sacct", "cat <<END\n" + "\n".join(lines) + "\nEND")
     found = commands.accounting(["6", "7", "11", "12"], {})
     began = {"6_0": False, "7": True, "11_0": True, "12": True}
-    assert {task: life.began for task, [life] in found.items()} == began
+    assert {task: each.began for task, [each] in found.items()} == began
 
 
 SHOWN = (
@@ -422,7 +422,7 @@ def test_lines_of_a_sites_wrapper_around_an_answer_are_passed_over(pretending):
 
     for name, text in ANSWERS.items():
         answer(name, text)
-    assert [life.state for life in commands.accounting(["7"], {})["7_0"]] == ["FAILED"]
+    assert [each.state for each in commands.accounting(["7"], {})["7_0"]] == ["FAILED"]
     assert [job.job_id for job in queue.own_jobs()] == ["7_0"]
     found = survey()
     assert [(each.name, each.gpus) for each in found.partitions] == [("gpu", {"a100": 4})]

@@ -459,8 +459,8 @@ def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(projec
 
 def test_a_task_that_lost_the_file_system_is_known_by_its_exit_code(cluster):
     job = cluster.run("sbatch", "--parsable", "--array=0", "--output=/dev/null", "--wrap", "exit 74").strip()
-    wait_until(lambda: [life for life in commands.accounting([job], {}).get(f"{job}_0", ()) if life.ended], "its end")
-    assert [life.failure for life in commands.accounting([job], {})[f"{job}_0"]] == ["file_system"]
+    wait_until(lambda: [each for each in commands.accounting([job], {}).get(f"{job}_0", ()) if each.ended], "its end")
+    assert [each.failure for each in commands.accounting([job], {})[f"{job}_0"]] == ["file_system"]
 
 
 def test_without_accounting_nothing_is_lost_but_detail(project, slurmgpu, cluster):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.cli.views.status import show_status
-from slurmgpu.report.attempts import Life, attempts_of
+from slurmgpu.report.attempts import Accounted, attempts_of
 from slurmgpu.report.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
 from slurmgpu.report.state_words import failure_words
 from slurmgpu.report.status import StatusReader, read_status
@@ -139,12 +139,14 @@ def test_the_hours_of_a_short_run_are_shown_in_minutes_or_seconds(allocated, uni
 @pytest.mark.parametrize("n_gpus", [0, 4])
 def test_the_ledger_of_a_long_run_with_faults_adds_up_to_its_hours(tmp_path, n_gpus):
     run = pretend_run(tmp_path / "run", 20_000, n_tasks=64, n_shards=3000, faulty=True, sample_s=0, n_gpus=n_gpus)
-    lives = {
-        f"{r['job']}_{r['task']}": [Life("COMPLETED", None, True, int(r["updated"] - r["started"]) + 90, n_gpus, "n")]
+    accounting = {
+        f"{r['job']}_{r['task']}": [
+            Accounted("COMPLETED", None, True, int(r["updated"] - r["started"]) + 90, n_gpus, "n")
+        ]
         for r in run.attempts()
         if r["restart"] == 0
     }
-    report = reported(run, errors=(), lives=lives)
+    report = reported(run, errors=(), accounting=accounting)
     told = report["ledger"]
     assert sum(told[kind] for kind in KINDS) == pytest.approx(told["allocated"], rel=1e-12)
     task_hours = sum(a["seconds"] for a in report["attempts"]) / 3600
@@ -220,7 +222,7 @@ def test_whatever_is_written_into_a_record_costs_its_row_at_most(run, caplog):
             assert damaged in ([], [names[1]])
             n_refused += bool(damaged)
             if not damaged or dice.random() < 0.05:  # what passes must be of use
-                report = reported(run, errors=(), lives={"4711_2": []})
+                report = reported(run, errors=(), accounting={"4711_2": []})
                 assert report["damaged_records"] == damaged
                 assert len(report["attempts"]) == len(names) - len(damaged)
                 json.dumps(report, allow_nan=False)
@@ -233,8 +235,8 @@ def test_a_damaged_record_is_named_and_its_hours_are_slurms(run):
     [first, *others] = [r["attempt"] for r in run.attempts()]
     (run.tasks / f"{first}.json").write_bytes(b"\0" * 500)
     (run.tasks / "4711_99.0.json").mkdir()
-    lives = {"4711_0": [Life("COMPLETED", None, True, 700, 1, "gpu000")]}
-    report = reported(run, errors=(), lives=lives)
+    accounting = {"4711_0": [Accounted("COMPLETED", None, True, 700, 1, "gpu000")]}
+    report = reported(run, errors=(), accounting=accounting)
     assert report["damaged_records"] == sorted([first, "4711_99.0"])
     assert {a["attempt"] for a in report["attempts"]} == {first, *others}
     [row] = [a for a in report["attempts"] if a["attempt"] == first]
@@ -251,8 +253,8 @@ REQUEUED = "it ended before it could write a record (REQUEUED); its log may say 
     ("began", "expected"), [(False, ("node_fail", NOT_BEGUN, "gpu000")), (True, ("preempted", REQUEUED, None))]
 )
 def test_a_task_that_slurm_could_not_start_failed_by_its_node_and_has_no_log(run, began, expected):
-    lives = {"4711_99": [Life("REQUEUED", "preempted", True, 7, 1, "gpu000", began=began)]}
-    [row] = [row for row in attempts_of(run, lives) if row["attempt"] == "4711_99.0"]
+    accounting = {"4711_99": [Accounted("REQUEUED", "preempted", True, 7, 1, "gpu000", began=began)]}
+    [row] = [row for row in attempts_of(run, accounting) if row["attempt"] == "4711_99.0"]
     assert (row["failure"], row["message"], row["bad_node"]) == expected
 
 
@@ -278,7 +280,7 @@ def test_a_record_that_the_file_system_fails_to_read_is_not_called_damaged(run, 
     with monkeypatch.context() as failing:
         failing.setattr(directory, "read_bytes", fail)
         status = reader.read([], now=BEGIN + 605)
-        report = reported(run, errors=(), lives={"4711_0": [Life("COMPLETED", None, True, 700, 1, "gpu000")]})
+        report = reported(run, errors=(), accounting={"4711_0": [Accounted("COMPLETED", None, True, 700, 1, "gpu000")]})
     for found in (status, report):
         assert (found["damaged_records"], found["unreadable_records"]) == ([], [first])
     assert [row["attempt"] for row in status["attempts"]] == others
