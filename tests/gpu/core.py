@@ -31,6 +31,8 @@ try:
 except GPUFaultError as error:
     print(error)
 """
+TOO_FEW, TOO_FULL = "CUDA finds", "another process uses the rest"
+"""What the probe says of GPUs that are missing, and of one without free memory."""
 TRIAL = ("computes", "oom", "assert", "illegal", "kill", "bytes", "memory")
 """The verdicts of `try_gpus`, in order."""
 
@@ -82,7 +84,7 @@ def the_probe_finds_the_gpus(machine: Machine) -> str:
     named = "; ".join(
         f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, {(gpu.free_bytes or 0) / 1e9:.1f} free" for gpu in found
     )
-    refuses = (f"CUDA finds {machine.n_gpus}" in too_many or not machine.on_gpu) and "GPUs" not in none[:8]
+    refuses = (f"{TOO_FEW} {machine.n_gpus}" in too_many or not machine.on_gpu) and "GPUs" not in none[:8]
     knows = all(gpu.uuid and gpu.driver and gpu.cuda and gpu.free_bytes for gpu in found)
     return hold(refuses and knows, f"{named or 'none'}; one more: {too_many}; none visible: {none}")
 
@@ -99,7 +101,7 @@ def the_probe_refuses_a_gpu_that_others_fill(machine: Machine) -> str:
     del held
     torch.cuda.empty_cache()
     empty = _probe(1)
-    return hold("another process holds the rest" in full and empty.endswith("GPUs"), f"full: {full}; then: {empty}")
+    return hold(TOO_FULL in full and empty.endswith("GPUs"), f"full: {full}; then: {empty}")
 
 
 def _probe(n_gpus: int, **environ: str) -> str:
@@ -229,13 +231,17 @@ def telemetry_sees_a_known_load(machine: Machine) -> str:
     if gpu is None:
         host = used["host_memory_peak_bytes"] or 0
         return hold(host > 0, f"{used['n_samples_ready']} samples, {host / 1e6:,.0f} MB of host memory, and no GPU")
-    power, energy, peak = used["power_mean_w"], used["energy_j"], used["gpu_memory_peak_bytes"] or 0
+    power, energy, peak = used["power_mean_w"], used["energy_j"], used["gpu_memory_peak_bytes"]
+    if peak is None:
+        raise NotMeasured("telemetry has no reading of the GPU: nvidia-ml-py is missing, or NVML does not know the GPU")
     figures = (
         f"{used['gpu_utilisation']} % in {used['n_samples_ready']} samples, {seconds:.1f} s, peak {peak / 1e9:.2f} GB, "
         f"{power} W, {energy} J, at most {used['temperature_max_c']} °C, throttled {used['throttled']}, "
         f"Xid errors {used['xids']}"
     )
-    holds = (used["gpu_utilisation"] or 0) >= 80 and peak >= HELD_BYTES and not used["xids"]
+    holds = peak >= HELD_BYTES and not used["xids"]
+    if used["gpu_utilisation"] is not None:  # for a MIG instance NVML has neither this nor the power
+        holds &= used["gpu_utilisation"] >= 80
     if power is not None and energy is not None:
         # Energy counts from the first sample to the last, which is less than the load by up to two periods.
         holds &= 0.75 * power * (seconds - 0.5) <= energy <= 1.25 * power * seconds

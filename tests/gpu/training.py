@@ -107,8 +107,8 @@ def mfu_is_that_of_the_card(machine: Machine) -> str:
         return f"products at {measured / 1e9:.2f} GFLOP/s; no MFU on CPUs"
     name = torch.cuda.get_device_name(machine.device)
     told = peak_flops(name, "bf16")
-    if told is None:
-        return hold(False, f"the table of peaks lacks {name}; its products reach {measured / 1e12:.0f} TFLOP/s")
+    if told is None:  # as for a MIG instance
+        raise NotMeasured(f"the peak of {name} is not known; its products reach {measured / 1e12:.0f} TFLOP/s")
     mfu = _trained(machine, "bf16", compiled=True).mfu
     share = mfu * told / measured
     figures = f"products reach {measured / 1e12:.0f} of the table's {told / 1e12:.0f} TFLOP/s; MFU {mfu:.1%}, "

@@ -12,6 +12,7 @@ from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.util import gpus
 from slurmgpu.util.gpus import probe
+from tests.gpu.core import TOO_FEW, TOO_FULL
 
 GB = 10**9
 IDS = [uuid.UUID(int=n) for n in range(4)]
@@ -120,9 +121,7 @@ def test_without_nvml_the_free_memory_is_unknown_and_no_fault(driver):
 
 def test_a_gpu_whose_memory_another_process_holds_is_a_fault(driver):
     fake = driver(free=[13 * GB])
-    with pytest.raises(
-        GPUFaultError, match=r"GPU 0 \(NVIDIA H200, GPU-0000.* has 13.0 of 140.0 GB free.*another process"
-    ):
+    with pytest.raises(GPUFaultError, match=r"GPU 0 \(NVIDIA H200, GPU-0000.* has 13.0 of 140.0 GB free.*" + TOO_FULL):
         probe(1)
     assert not fake.is_open
 
@@ -141,7 +140,7 @@ def test_a_process_of_several_looks_at_the_memory_of_its_own_gpu_alone(driver):
 
 def test_fewer_gpus_than_were_asked_for_are_a_fault(driver):
     driver(n_gpus=1)
-    with pytest.raises(GPUFaultError, match="asked for 2 GPUs, CUDA finds 1"):
+    with pytest.raises(GPUFaultError, match=f"asked for 2 GPUs, {TOO_FEW} 1"):
         probe(2)
 
 
