@@ -76,7 +76,7 @@ class Throughput:
         self._own = _Totals()
         self._since: float | None = None
         self._in_step = False
-        self._step, self._before, self._within = (_Part(device.type == "cuda") for _ in range(3))
+        self._step, self._before, self._within = (_Part(device) for _ in range(3))
 
     def data(self) -> AbstractContextManager[object]:
         """A context for reading a batch, before or within a step, and for its copy to the device."""
@@ -227,9 +227,9 @@ def _ratio(count: float, of: float) -> float:
 class _Part:
     """A context that measures seconds, by this process's clock or between events in the GPU's stream."""
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.seconds = 0.0
-        self._on_gpu = on_gpu
+        self._device = device
         self._began: Any = None
         self._passing: deque[tuple[Any, Any]] = deque()
 
@@ -237,7 +237,7 @@ class _Part:
         self._began = self._mark()
 
     def __exit__(self, *_: object) -> None:
-        if self._on_gpu:
+        if self._device.type == "cuda":
             self._passing.append((self._began, self._mark()))
             self.read()
         else:
@@ -249,10 +249,10 @@ class _Part:
             self.seconds += began.elapsed_time(ended) / 1e3
 
     def _mark(self) -> Any:
-        if not self._on_gpu:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # the current GPU may be another one
         return event
 
 

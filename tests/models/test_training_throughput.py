@@ -112,7 +112,7 @@ def test_a_training_that_was_taken_up_again_counts_all_its_attempts(clock):
 
 
 class FakeGPU:
-    """A stream of which the host is told late: the GPU computes 3 s in a step for which the host takes 1 s."""
+    """A stream of cuda:1 of which the host is told late: the GPU computes 3 s in a step, the host 1 s."""
 
     def __init__(self, monkeypatch, clock, name):
         self.clock, self.busy_until, self.n_waits = clock, 0.0, 0
@@ -122,7 +122,8 @@ class FakeGPU:
             def __init__(self, enable_timing):
                 assert enable_timing
 
-            def record(self):
+            def record(self, stream):
+                assert stream == "the stream of cuda:1"
                 self.at = max(gpu.clock.now, gpu.busy_until)
 
             def query(self):
@@ -132,6 +133,7 @@ class FakeGPU:
                 return (later.at - self.at) * 1e3
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
 
@@ -145,7 +147,7 @@ class FakeGPU:
 
 def test_on_a_gpu_its_own_time_counts_and_nothing_waits_for_it(monkeypatch, clock):
     gpu = FakeGPU(monkeypatch, clock, "NVIDIA H100 80GB HBM3")
-    meter = throughput(device="cuda:0", precision="bf16")
+    meter = throughput(device="cuda:1", precision="bf16")
 
     def train(n_steps, reading_s):
         for _ in range(n_steps):
