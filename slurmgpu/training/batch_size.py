@@ -90,9 +90,9 @@ def fit_batch_size(
 
     def attempt(n: int) -> None:
         batch = samples.__getitems__(BatchIndices(0, [number % len(samples) for number in range(n)]))
+        optimizer.zero_grad(set_to_none=True)  # of a try that ran out of memory in its backward pass, too
         strategy.plain(to_device(batch, strategy.device)).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
     def agree(fits: bool) -> bool:
         if place.world_size == 1:

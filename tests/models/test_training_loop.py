@@ -616,6 +616,29 @@ def test_looking_for_a_batch_size_leaves_the_model_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in strategy.model.state_dict().items())
 
 
+def test_a_try_without_room_for_its_backward_pass_leaves_no_gradients_to_the_next():
+    user, settings = CASES["normed"][0](), TrainingSettings(epochs=1, batch_size="auto")
+    n_failed = []
+
+    def fail(gradient):
+        n_failed.append(len(gradient))
+        raise MemoryError
+
+    class Short(type(user)):
+        def loss(self, model, batch):
+            assert all(each.grad is None for each in model.parameters())
+            inputs = batch[0].clone().requires_grad_()
+            if len(inputs) > 20:
+                inputs.register_hook(fail)  # its gradient is the last one
+            return super().loss(model, (inputs, *batch[1:]))
+
+    user = Short()
+    strategy = Strategy(user, user.model(), settings, Place())
+    assert 16 <= fit_batch_size(user, strategy, read_split(user, "train"), settings, Place()) <= 20
+    assert n_failed
+    assert all(each.grad is None for each in strategy.model.parameters())
+
+
 def test_seconds_are_told_apart_and_are_those_of_all_attempts(train):
     user = Stopped("train", 12)
     with pytest.raises(Interrupted):
