@@ -14,8 +14,6 @@ from tests.support.nightly import by_night
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/digits"
 TABLE = re.compile(r"^  ranking  val accuracy +lr  width  at step  wall s\n((?:  \d .*\n){4})", re.M)
 
-pytest.importorskip("sklearn")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

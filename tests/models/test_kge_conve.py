@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-pykeen_models = pytest.importorskip("pykeen.models")
-
-from slurmgpu.workloads.tracin.kge import conve  # noqa: E402
-from slurmgpu.workloads.tracin.kge.checkpoints import load_checkpoint, read_layout  # noqa: E402
-from slurmgpu.workloads.tracin.kge.conve import ConvE  # noqa: E402
-from slurmgpu.workloads.tracin.kge.differentiable import TriplesModel  # noqa: E402
-from slurmgpu.workloads.tracin.kge.losses import Loss, Positive, find_loss  # noqa: E402
-from slurmgpu.workloads.tracin.kge.queries import Known  # noqa: E402
+from slurmgpu.workloads.tracin.kge import conve
+from slurmgpu.workloads.tracin.kge.checkpoints import load_checkpoint, read_layout
+from slurmgpu.workloads.tracin.kge.conve import ConvE
+from slurmgpu.workloads.tracin.kge.differentiable import TriplesModel
+from slurmgpu.workloads.tracin.kge.losses import Loss, Positive, find_loss
+from slurmgpu.workloads.tracin.kge.queries import Known
 
 N_ENTITIES, N_RELATIONS, DIM = 30, 4, 12
 LOSSES = ["bce-pos", "score", "ns:3", "bce-1n", "kvsall", "ce"]
@@ -235,11 +233,12 @@ def most_allocated(profile):
 
 @pytest.mark.parametrize("inverse", [False, True])
 def test_scores_are_those_of_pykeen(inverse, tmp_path):
+    import pykeen.models
     from pykeen.datasets import Nations
 
     torch.manual_seed(0)
     triples = Nations(create_inverse_triples=inverse).training
-    theirs = pykeen_models.ConvE(
+    theirs = pykeen.models.ConvE(
         triples_factory=triples, embedding_dim=DIM, embedding_height=3, embedding_width=4, output_channels=5
     ).eval()
     with torch.no_grad():

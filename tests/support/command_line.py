@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 SERVER = """
 import atexit, contextlib, gc, importlib, json, os, runpy, select, signal, socket, sys, threading, time
 
+gc.disable()
 import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
 import slurmgpu.executors.local, slurmgpu.executors.local_slots, slurmgpu.executors.slurm
 import slurmgpu.executors.submission, slurmgpu.report.status, slurmgpu.worker.main
@@ -118,6 +119,7 @@ skip_on_this_disk()
 for module in sys.argv[2:]:
     importlib.import_module(module)
 with socket.socket(fileno=int(sys.argv[1])) as listener:
+    gc.enable()
     gc.freeze()
     serve(listener)
 """
