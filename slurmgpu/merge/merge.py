@@ -95,6 +95,7 @@ def merge(
     check()
     write_json(report_path(run), report)
     run.claims.clear(check)
+    check()
     remove_parts(run)
     _clear_away(run, leftovers, joined, check)
     if plan.html:

@@ -4,6 +4,8 @@ import errno
 import itertools
 import json
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -369,6 +371,18 @@ def test_a_second_publication_of_a_revision_changes_nothing(run):
     assert run.revision_path(1, 1).read_bytes() == content
 
 
+def test_a_revision_has_the_rows_of_the_revision_before_it(run):
+    publish_all(run)
+    publish(run, 1, failed={6, 8})
+    for submission, failing in ((2, {8}), (3, ())):
+        write_recompute(run.folder, failed_again(run, submission))
+        publish_again(run, submission, failing=failing)
+    assert str(former_rows(run, 1, 2, COLUMNS).rows[3]) == "again"
+    assert run.shard_files()[1] == [0, 1, 2]
+    assert merge(run)["n_errors"] == 0
+    assert merged_rows(run) == ALL_GOOD
+
+
 def test_no_error_takes_the_place_of_a_good_row(run):
     """A shard that was lost and computed again, by code that fails now: merged.h5 keeps what it had."""
     publish_all(run)
@@ -392,6 +406,19 @@ def test_shards_that_are_gone_are_taken_from_the_former_merged_file(run):
     assert (report["complete"], report["n_errors"]) == (True, 1)
     assert run.merged.read_bytes() == before
     check_one_truth(run)
+
+
+def test_a_merged_file_of_another_plan_has_no_rows_of_this_one(run):
+    publish_all(run)
+    merge(run)
+    run.shard_path(2).unlink()
+    other = replace(run, plan=replace(run.plan, seed=8))
+    for shard in (0, 1, 3, 4):
+        publish(other, shard)
+    report = merge(other)
+    assert [hole["shard"] for hole in report["missing"]] == [2]
+    assert run.merged.with_suffix(".damaged.h5").exists()
+    check_one_truth(other)
 
 
 def test_rows_of_shards_that_are_gone_from_a_damaged_merged_file_are_named(run):
@@ -477,6 +504,56 @@ def test_a_merge_that_is_killed_at_any_step_loses_no_row(run, monkeypatch):
         if not was_killed:
             break
     assert number > 10
+
+
+def test_a_merge_looks_at_its_lock_right_before_each_step_that_cannot_be_undone(run, monkeypatch):
+    publish_all(run)
+    publish(run, 4, failed={21})
+    merge(run)
+    write_recompute(run.folder, failed_again(run, 2))
+    publish_again(run, 2)
+    for path in (run.shard_path(0), run.revision_path(4, 1)):
+        path.write_bytes(path.read_bytes()[:-1])
+    run.shard_path(2).rename(run.shards / "00002.damaged")
+    (run.folder / "parts" / "3").mkdir(parents=True)
+    for path in (run.shards / ".00003.x.partial", run.folder / ".merged.h5.x.partial", run.claims.folder / "00003"):
+        path.touch()
+    steps = []
+
+    def noted(name, real):
+        return lambda *given, **more: (steps.append(f"{name} {Path(given[-1]).name}"), real(*given, **more))[1]
+
+    for name in ("replace", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    verify = merging.verify_shard
+    monkeypatch.setattr(merging, "verify_shard", lambda path, **more: (steps.append("read"), verify(path, **more))[1])
+    merge(run, None, lambda: steps.append("look"))
+    undone = (
+        "replace 00002.h5",  # it was set aside, and is whole
+        "unlink .merged.h5.x.partial",
+        "replace 00000.damaged.txt",
+        "replace merged.h5",
+        "replace 00004.r1.damaged.txt",
+        "replace report.json",
+        "unlink 00003",  # a claim
+        "rmdir 3",  # parts of an item
+        "unlink 00000.damaged",  # its rows are there again
+        "unlink .00003.x.partial",
+    )
+    assert [step for step in undone if steps[steps.index(step) - 1] != "look"] == []
+
+
+def test_an_unfinished_shard_that_grows_during_the_merge_is_left(run, monkeypatch):
+    publish_all(run)
+    dead, grows = (run.shards / f".00003.{name}.partial" for name in ("dead", "grows"))
+    for path in (dead, grows):
+        path.write_bytes(b"half")
+    real = merging.build_report
+    monkeypatch.setattr(
+        merging, "build_report", lambda *given, **more: (grows.write_bytes(b"a part"), real(*given, **more))[1]
+    )
+    merge(run)
+    assert (dead.exists(), grows.exists()) == (False, True)
 
 
 def test_failed_items_that_are_computed_again_cost_no_row_wherever_that_is_killed(run, monkeypatch):
@@ -577,10 +654,29 @@ def test_rows_of_other_code_that_rot_after_they_were_merged_are_not_those_of_bef
     assert merged_rows(run) == newer
     path = run.revision_path(1, 1)
     path.write_bytes(path.read_bytes()[:-1])
-    for _ in range(2):
+    for is_there in (True, False):  # the merge that sets it aside does not remove it yet
         assert merge(run)["complete"]
         assert merged_rows(run) == newer
+        assert path.with_suffix(".damaged").exists() is is_there
     assert "5 rows of merged.h5 are kept, because its newest file is damaged" in caplog.text
+
+
+def test_rows_of_other_code_that_rot_after_they_were_merged_are_of_that_code_still(run):
+    publish_all(run)
+    start, stop = run.plan.bounds(1)
+    rows = [row(index) for index in range(start, stop)]
+    by = {"attempt": "local1_0.0", "started": 1.0, "seconds": 1.0, "code": "old"}
+    run.shard_path(1).unlink()
+    publish_rows(run, 1, 0, COLUMNS, rows, {}, by)
+    rows = put_over(rows, {index: row(index, -1) for index in (6, 7)}, start)
+    path = publish_rows(run, 1, 1, COLUMNS, rows, {}, made_again(by, {**by, "code": "new"}, [6, 7]))
+    for _ in range(2):
+        merge(run)
+        with results.open(run.merged) as merged:
+            assert merged.code[start:stop].tolist() == ["old", "new", "new", "old", "old"]
+        if path.exists():
+            path.write_bytes(path.read_bytes()[:-1])
+    assert run.shard_files()[1] == [0, 2]
 
 
 def test_a_shard_all_of_whose_files_rot_after_they_were_merged_costs_no_row(run):
@@ -658,6 +754,20 @@ def test_what_was_set_aside_once_is_gone_when_its_rows_are_there_again(run):
         run.shard_path(shard).unlink()
     assert merge(run)["complete"]
     assert merged_rows(run) == ALL_GOOD
+
+
+def test_what_was_set_aside_stays_until_its_rows_are_merged(run, monkeypatch):
+    publish_all(run)
+    path = run.shard_path(1)
+    path.write_bytes(path.read_bytes()[:-1])
+    merge(run)
+    real = merging.build_report
+    with monkeypatch.context() as patch:
+        patch.setattr(merging, "build_report", lambda *given, **more: (publish(run, 1), real(*given, **more))[1])
+        assert not merge(run)["complete"]
+    assert path.with_suffix(".damaged").exists()
+    assert merge(run)["complete"]
+    assert not path.with_suffix(".damaged").exists()
 
 
 def test_a_damaged_shard_is_copied_past_once_and_not_again_and_again(run, monkeypatch):

@@ -60,11 +60,14 @@ def test_a_workloads_summary_is_in_the_report_and_shown(ran, slurmgpu):
 @pytest.mark.parametrize(
     ("name", "reason"), [("Broken", "ValueError: Out of range float values"), ("Leaving", "SystemExit: enough")]
 )
-def test_a_summary_that_fails_is_a_sentence_in_a_whole_report(ran, name, reason):
+def test_a_summary_that_fails_is_a_sentence_in_a_whole_report(ran, slurmgpu, name, reason):
     folder, done = ran(name)
     assert report(folder)["complete"]
     assert report(folder)["summary"]["error"].startswith(reason)
     assert f"the workload could not summarize its rows: {reason}" in done.stdout
+    (folder / "run" / "report.json").write_text(json.dumps({**report(folder), "summary": {"error": "another"}}))
+    slurmgpu("merge", "run", cwd=folder, expect=0)
+    assert report(folder)["summary"]["error"].startswith(reason)
 
 
 def test_code_that_cannot_be_used_costs_neither_the_merge_nor_the_summary_that_was_made(ran, slurmgpu):
