@@ -191,10 +191,7 @@ class _Sources:
 
     def _replace(self, former: FormerRows, shard: int, damaged: Mapping[Path, str]) -> Source | None:
         """A shard without an intact file, from its rows in merged.h5; None if they are damaged."""
-        path = self.run.revision_path(shard, 0)
-        if path not in damaged and exists(path):
-            return None  # an intact file has appeared since
-        restored = self._restore(former, shard, damaged.get(path))
+        restored = self._restore(former, shard, damaged.get(self.run.revision_path(shard, 0)))
         return self._source(shard, [0]) if restored else None
 
     def _keep(
@@ -297,7 +294,6 @@ def _take_back(run: Run, check: Check) -> None:
         check()  # reading may have taken long
         log.warning("%s is intact and is used again", name)
         replace(run.shards / name, target)
-        remove(run.shards / f"{stem}.damaged.txt")
 
 
 def _set_aside(path: Path, reason: str) -> None:
@@ -336,7 +332,7 @@ def failed_again(run: Run, submission: int) -> Recompute:
     with sources.former() as former:
         good = set() if former is None else former.without_failures()
     for shard, revisions in sorted(run.shard_files(fresh=True).items()):
-        if shard in good and revisions == [0]:
+        if shard in good:
             continue  # no later merge takes an error in place of a good row of merged.h5
         try:
             with Reader(run.revision_path(shard, revisions[-1])) as reader:
