@@ -333,8 +333,6 @@ class Computer:
         if failure is None:
             self._put_rows_off(items, shard, isolated=isolated)
             return
-        if self._preparer is not None:
-            self._preparer.drop()  # the next calls may have other items
         if failure.retry_after is not None and shard.n_tries_left:
             shard.done.rows.update({item.index: failure for item in items})
             self._put_items_off(items, failure, shard, isolated=isolated)

@@ -10,6 +10,7 @@ from slurmgpu.errors import Interrupted, ItemError, Retry, SlurmGPUError
 from slurmgpu.loader.adapted import adapt
 from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
+from slurmgpu.worker import preparer
 from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import Computer
 from slurmgpu.worker.preparer import only_for_calls
@@ -95,6 +96,29 @@ def test_the_next_batch_is_prepared_while_the_present_one_is_computed():
     assert values(compute(workload)) == [2.0 * i for i in range(8)]
     assert workload.called == workload.prepared == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert workload.ahead == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_items_that_are_tried_again_are_not_prepared_while_those_of_the_next_shard_are(monkeypatch):
+    began, waits, fails, real = threading.Event(), threading.Event(), [True], preparer._wait
+    monkeypatch.setattr(preparer, "_wait", lambda future: (began.is_set() and waits.set(), real(future)))
+
+    def at_prepare(items):
+        if items[0].index == 8:
+            began.set()
+            assert waits.wait(LONG_S)
+
+    def at_call(items):
+        assert items[0].index < 6 or began.wait(LONG_S)
+        if items[0].index == 0 and fails:
+            fails.pop()
+            raise ConnectionError("refused")
+
+    following = [Item(8, {"x": 8.0}), Item(9, {"x": 9.0})]
+    workload = Doubling(at_prepare, at_call)
+    computed = compute(workload, retries=1, following=lambda: following)
+    waits.set()
+    assert values(computed) == [2.0 * i for i in range(8)]
+    assert workload.prepared == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [0, 1]]  # no batch twice but the first
 
 
 def test_a_workload_without_prepare_has_no_thread():
