@@ -229,6 +229,17 @@ def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard():
     assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2]
 
 
+def test_memory_that_suffices_for_larger_batches_later_makes_none_larger():
+    def function(items):
+        if len(items) > 2 or (len(items) == 2 and items[0].index < 4):
+            raise OutOfMemoryError("CUDA out of memory")
+        return [{"x": item.data["x"]} for item in items]
+
+    workload = Recorder(function)
+    computed = compute(workload, n=10, batch_size=8)
+    assert (computed.oom_batch, workload.batches[-2:], failures(computed)) == (1, [[8], [9]], {})
+
+
 @pytest.mark.parametrize("error", [MemoryError, lambda said: RuntimeError(f"can't allocate {said}: you tried to")])
 def test_the_memory_of_the_host_is_not_that_of_the_gpu(error):
     def function(items):
@@ -424,6 +435,23 @@ def test_what_a_workload_blames_its_node_or_itself_for_costs_no_item(error, kind
     with pytest.raises(WorkerFailedError) as raised:
         compute(Recorder(raise_at(5, error=error)))
     assert (raised.value.kind, str(raised.value)) == (kind, "item 4: cannot do 5")
+
+
+def test_a_sort_key_ends_task_or_process_as_a_call_does(monkeypatch):
+    def sorting(error):
+        return Recorder(sort_key=lambda item: raise_at(5, error=error)([item]))
+
+    with pytest.raises(WorkerFailedError, match="item 5: cannot do 5") as raised:
+        compute(sorting(NodeError))
+    assert raised.value.kind == "node_fail"
+    monkeypatch.setattr("slurmgpu.worker.computer.is_used_up", lambda: True)
+    with pytest.raises(WorkerBrokenError):
+        compute(sorting(lambda text: OSError(errno.EMFILE, text)))
+
+
+def test_a_full_disk_is_the_items_fault_where_no_progress_is_kept():
+    computed = compute(Recorder(raise_at(2, error=lambda text: OSError(errno.ENOSPC, text))))
+    assert [(index, failure.kind) for index, failure in failures(computed).items()] == [(2, "item_error")]
 
 
 @pytest.mark.parametrize(

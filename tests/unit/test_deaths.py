@@ -52,6 +52,15 @@ def test_a_published_shard_makes_the_deaths_before_it_forgotten(run):
         assert deaths.add_death(-signal.SIGTERM, was_oom=False, held={})[1] is None
 
 
+def test_a_quarantined_item_makes_the_deaths_before_it_forgotten(run):
+    deaths = Deaths(run, 1)
+    for item in range(MAX_DEATHS):
+        for is_isolated in (False, True):
+            deaths.take_up(0, [item], is_isolated)
+            assert deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})[1] is None
+    assert len(read_history(run.claims.folder, 0).quarantined) == MAX_DEATHS
+
+
 def test_a_kill_by_the_kernel_counts_if_it_came_since_the_worker_began_its_items(run, monkeypatch):
     """The counter of the kernel does not say which process it killed: an own child, of long ago, or the worker."""
     clock, kills = [1000.0], [7]
@@ -67,14 +76,15 @@ def test_a_kill_by_the_kernel_counts_if_it_came_since_the_worker_began_its_items
     assert watch.age_s == 0.0
 
 
-def test_an_item_that_kills_by_itself_is_quarantined_with_what_was_said_of_it(run):
+@pytest.mark.parametrize("code", [1, -signal.SIGKILL], ids=["by itself", "by its task"])
+def test_an_item_that_breaks_its_worker_is_quarantined_with_what_was_said_of_it(run, code):
     deaths = Deaths(run, 1)
     for items, is_isolated in (([4, 5, 6], False), ([5], True)):
         assert read_history(run.claims.folder, 0).quarantined == {}
         deaths.take_up(0, items, is_isolated)
         deaths.note_broken("a device-side assert")
         deaths.note_broken("what came of it")
-        deaths.add_death(1, was_oom=False, held={})
+        deaths.add_death(code, was_oom=False, held={})
     assert read_history(run.claims.folder, 0).quarantined == {5: "crash: a device-side assert"}
 
 
