@@ -383,7 +383,8 @@ class _Merged:
         regions = unplaced_regions(shards.columns, n_rows, n_values)
         self.code = tuple(compact(stretch for part in parts for stretch in part.code))
         attributes = file_attributes(MERGED, shards.columns, attributes)
-        self._directory = new_directory(attributes, n_rows, regions, code=self.code)
+        self._directory = new_directory(attributes, n_rows, regions)
+        self._directory["code"] = self.code
         self._userblock_size = userblock_size(self._directory, n_table_bytes=self._table.nbytes)
         skeleton = make_skeleton(regions, self._directory["attributes"], self._userblock_size)
         _allocate(fd, skeleton.size)

@@ -6,8 +6,8 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import TypedDict
 
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Record
@@ -31,8 +31,7 @@ NEAR_FULL, HARDLY_USED = 0.9, 0.25
 """Shares of memory above and below which there is a note."""
 
 
-@dataclass(frozen=True)
-class Observed:
+class Observed(TypedDict):
     """The results of a probe. Bytes are peaks, per GPU; None is unknown.
 
     `start_s` is the time from the task's start to its first batch; `first_s` is how much longer that took than the
@@ -47,11 +46,11 @@ class Observed:
     first_s: float
     batch_s: Sequence[float]
     between_s: float
-    walltime_s: float | None = None
-    gpu_peak_bytes: int | None = None
-    gpu_total_bytes: int | None = None
-    host_peak_bytes: int | None = None
-    host_total_bytes: int | None = None
+    walltime_s: float | None
+    gpu_peak_bytes: int | None
+    gpu_total_bytes: int | None
+    host_peak_bytes: int | None
+    host_total_bytes: int | None
 
 
 class Spread(TypedDict):
@@ -63,12 +62,12 @@ class Spread(TypedDict):
 
 
 class Forecast(TypedDict):
-    """The forecast of a run: docs/reference/cli.md has the keys. `probe` is an `Observed`."""
+    """The forecast of a run: docs/reference/cli.md has the keys."""
 
     format: str
     version: int
     run: str
-    probe: dict[str, Any]
+    probe: Observed
     n_items: int
     n_shards: int
     n_tasks: int
@@ -140,10 +139,10 @@ def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: boo
 
     `resumes`: items can continue in another task. `queues`: tasks are jobs with a walltime, on other nodes.
     """
-    walltime_s = (submission.walltime_s or seen.walltime_s) if queues else None
-    low, mean, high = mean_within(seen.batch_s)
+    walltime_s = (submission.walltime_s or seen["walltime_s"]) if queues else None
+    low, mean, high = mean_within(seen["batch_s"])
     asked = (plan, submission, seen, walltime_s)
-    slack_s = (max(seen.batch_s) - mean) * math.ceil(plan.shard_items / plan.batch_size)
+    slack_s = (max(seen["batch_s"]) - mean) * math.ceil(plan.shard_items / plan.batch_size)
     slowly = SLOW_START if submission.n_concurrent == 1 else SLOW_START_TOGETHER
     paces = ((low, QUICK_START, 0.0), (mean, 1.0, 0.0), (high, slowly, slack_s))
     times = [forecast_of(*asked, *pace, resumes=resumes) for pace in paces]
@@ -153,12 +152,11 @@ def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: boo
         return {"low": low, "expected": expected, "high": high}
 
     expected = times[1]
-    observed = {**asdict(seen), "batch_s": [round(each, 4) for each in seen.batch_s]}
     return {
         "format": FORECAST_FORMAT,
         "version": FORECAST_VERSION,
         "run": plan.name,
-        "probe": observed,
+        "probe": {**seen, "batch_s": [round(each, 4) for each in seen["batch_s"]]},
         "n_items": plan.n_items,
         "n_shards": plan.n_shards,
         "n_tasks": submission.n_tasks,
@@ -207,12 +205,12 @@ def forecast_of(
 
     The start takes `starting` times as long as in the probe, and the last shard takes `slack_s` longer than others.
     """
-    shard_s = plan.shard_items / plan.batch_size * batch_s + seen.between_s
-    work_s = -(-plan.n_items // plan.batch_size) * batch_s + plan.n_shards * seen.between_s
+    shard_s = plan.shard_items / plan.batch_size * batch_s + seen["between_s"]
+    work_s = -(-plan.n_items // plan.batch_size) * batch_s + plan.n_shards * seen["between_s"]
     n_parts = plan.most_tasks(plan.n_shards)
     n_slots = min(submission.n_concurrent, n_parts)
     slot_s = min(-(-n_parts // n_slots) * shard_s / plan.parts, work_s)
-    start_s = starting * (seen.start_s + seen.first_s)
+    start_s = starting * (seen["start_s"] + seen["first_s"])
     per_task, n_lives = None, 1
     left_s = None if walltime_s is None else walltime_s - plan.margin_s - start_s
     if left_s is not None and resumes:
@@ -247,12 +245,13 @@ def _notes(
     notes = _on_memory(submission, seen)
     if walltime_s is not None:
         notes = [*_on_walltime(plan, submission.n_tasks, walltime_s, times, resumes=resumes), *notes]
-    if seen.n_errors:
-        notes.insert(0, f"{seen.n_errors} of {seen.n_items} items of the probe failed; the run may fail likewise.")
-    if len(seen.batch_s) < ENOUGH_BATCHES:
-        said = "1 batch says" if seen.n_batches == 1 else f"{seen.n_batches} batches say"
+    if seen["n_errors"]:
+        failed = f"{seen['n_errors']} of {seen['n_items']} items"
+        notes.insert(0, f"{failed} of the probe failed; the run may fail likewise.")
+    if len(seen["batch_s"]) < ENOUGH_BATCHES:
+        said = "1 batch says" if seen["n_batches"] == 1 else f"{seen['n_batches']} batches say"
         more = min(8 * plan.batch_size, plan.n_items // 2)
-        then = f": probe {more:,} items for a range that can be relied on" if more > seen.n_items else ""
+        then = f": probe {more:,} items for a range that can be relied on" if more > seen["n_items"] else ""
         notes.append(f"{said} little of the spread{then}.")
     return notes
 
@@ -278,16 +277,18 @@ def _on_walltime(plan: Plan, n_tasks: int, walltime_s: float, times: Sequence[Ti
 
 def _on_memory(submission: Submission, seen: Observed) -> list[str]:
     notes = []
-    if seen.gpu_peak_bytes and seen.gpu_total_bytes and seen.gpu_peak_bytes > NEAR_FULL * seen.gpu_total_bytes:
+    gpu_peak, gpu_total = seen["gpu_peak_bytes"], seen["gpu_total_bytes"]
+    if gpu_peak and gpu_total and gpu_peak > NEAR_FULL * gpu_total:
         notes.append(
-            f"GPU memory is nearly full: {size_of(seen.gpu_peak_bytes)} of {size_of(seen.gpu_total_bytes)}. "
+            f"GPU memory is nearly full: {size_of(gpu_peak)} of {size_of(gpu_total)}. "
             f"Items larger than the probe's may not fit; a smaller batch_size leaves room."
         )
-    if not seen.host_peak_bytes or not seen.host_total_bytes:
+    host_peak, host_total = seen["host_peak_bytes"], seen["host_total_bytes"]
+    if not host_peak or not host_total:
         return notes
-    share = seen.host_peak_bytes / seen.host_total_bytes
-    peak, total = map(size_of, (seen.host_peak_bytes, seen.host_total_bytes))
-    n_enough = max(1, math.ceil(1.5 * seen.host_peak_bytes / 1024**3))
+    share = host_peak / host_total
+    peak, total = size_of(host_peak), size_of(host_total)
+    n_enough = max(1, math.ceil(1.5 * host_peak / 1024**3))
     enough = f"{n_enough}G"
     asked = _asked_bytes(submission.slurm.get("mem"))
     if share > NEAR_FULL:
@@ -314,6 +315,6 @@ def _assumptions(submission: Submission, seen: Observed, *, queues: bool) -> lis
     ]
     if not queues and submission.n_concurrent > 1:
         said.append(f"the probe had this machine to itself; {submission.n_concurrent} tasks will share it")
-    if seen.gpu_peak_bytes or seen.host_peak_bytes:
+    if seen["gpu_peak_bytes"] or seen["host_peak_bytes"]:
         said.append("memory peaks come from samples some seconds apart")
     return said

@@ -27,7 +27,7 @@ from slurmgpu.results.verifier import Verifier
 from slurmgpu.results.views import ArrayData, ColumnData, ListData, without_value
 from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
-from slurmgpu.shards.userblock import MERGED, SHARD, DamagedShardError, Reader, read_userblock
+from slurmgpu.shards.userblock import MERGED, SHARD, DamagedShardError, FileDirectory, Reader, read_userblock
 from slurmgpu.shards.userblock import verify as differences
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.packages import check_pyarrow
@@ -230,14 +230,14 @@ class Merged:
         return self._data[path]
 
 
-def _code(directory: Mapping[str, Any]) -> list[Stretch]:
+def _code(directory: FileDirectory) -> list[Stretch]:
     attributes = directory["attributes"]
     if attributes["format"] == SHARD:
         return stretches_of(directory["made_by"], attributes["start"], attributes["stop"])
     return [Stretch(*each) for each in directory["code"]]
 
 
-def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, Dataset], Verifier | None]:
+def _open(path: Path, verify: bool) -> tuple[FileDirectory, dict[str, Dataset], Verifier | None]:
     """The directory, the datasets, and the checker of a merged file."""
     if is_folder(path):
         raise SlurmGPUError(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import Any
 
 from slurmgpu.results.stored import Results
 from slurmgpu.shards.piece_table import Pieces, lead_bytes
+from slurmgpu.shards.userblock import FileDirectory
 
 _CHUNK_BYTES = 1 << 18  # fits the L2 cache, so the checksum finds the bytes there
 
@@ -17,7 +17,7 @@ _CHUNK_BYTES = 1 << 18  # fits the L2 cache, so the checksum finds the bytes the
 class Verifier:
     """Compares the bytes of an open merged file with their checksums, each piece once."""
 
-    def __init__(self, directory: Mapping[str, Any], table: bytes, file: Results) -> None:
+    def __init__(self, directory: FileDirectory, table: bytes, file: Results) -> None:
         self._pieces = Pieces(directory, table)
         self._file = file
         self._todo: set[int] | None = None

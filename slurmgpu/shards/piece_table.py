@@ -7,7 +7,7 @@ metadata.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.shards.numbers import OFFSET_DTYPE
-from slurmgpu.shards.userblock import MERGED, DamagedShardError, Piece, Region, in_file_order, write_at
+from slurmgpu.shards.userblock import MERGED, DamagedShardError, FileDirectory, Piece, Region, in_file_order, write_at
 
 Table = npt.NDArray[Any]
 
@@ -33,7 +33,7 @@ def read_table(content: bytes, n_datasets: int) -> Table:
 class Pieces:
     """The pieces of a merged file, by position in its piece table and number of the dataset."""
 
-    def __init__(self, directory: Mapping[str, Any], table: bytes) -> None:
+    def __init__(self, directory: FileDirectory, table: bytes) -> None:
         self.regions = [Region(*region) for region in directory["datasets"]]
         self.table = read_table(table, len(self.regions))
 
@@ -69,7 +69,7 @@ def pieces(regions: Sequence[Region], table: Table) -> Iterator[Piece]:
             position += n_bytes
 
 
-def pieces_of(directory: Mapping[str, Any], table: bytes) -> Iterator[Piece]:
+def pieces_of(directory: FileDirectory, table: bytes) -> Iterator[Piece]:
     """All pieces of a shard or merged file, in file order; in a shard, each dataset is one piece."""
     regions = [Region(*region) for region in directory["datasets"]]
     if directory["attributes"]["format"] == MERGED:

@@ -113,7 +113,8 @@ def write_shard(
     # Reserve space for the largest numbers: they are known once the values are written.
     largest = {name: [len(rows)] * 2 for name, column in columns.items() if column.dtype.kind in "fc"}
     notes = {**notes, "not_finite": largest}
-    directory = new_directory(attributes, len(rows), regions, notes=notes, made_by=made_by)
+    directory = new_directory(attributes, len(rows), regions)
+    directory["notes"], directory["made_by"] = notes, made_by
     directory["n_errors"] = sum(isinstance(row, ItemError) for row in rows)
     size = userblock_size(directory)
     skeleton = make_skeleton(regions, attributes, size)
@@ -181,18 +182,27 @@ def examine(
     """The directory of the open shard; ForeignShardError if it is another shard than the requested one."""
     found, _, size = read_userblock(reader)
     try:
-        attributes = found.pop("attributes")
+        attributes = found["attributes"]
         if attributes["format"] != SHARD:
             raise DamagedShardError(f"its format is {attributes['format']!r}, not {SHARD!r}")
-        regions = found.pop("datasets")
-        datasets = tuple(Region(path, dtype, tuple(shape), *place) for path, dtype, shape, *place in regions)
+        datasets = tuple(Region(path, dtype, tuple(shape), *place) for path, dtype, shape, *place in found["datasets"])
         identity = {key: attributes[key] for key in ("fingerprint", "start", "stop")}
         fingerprints = (fingerprint,) if isinstance(fingerprint, str) or fingerprint is None else fingerprint
         for key, expected in {"fingerprint": fingerprints, "start": (start,), "stop": (stop,)}.items():
             if expected != (None,) and identity[key] not in expected:
                 there = f"{key} is {identity[key]!r}, expected {' or '.join(map(repr, expected))}"
                 raise ForeignShardError(f"it belongs to another plan: {there}")
-        return Directory(**identity, **found, datasets=datasets, userblock_size=size)
+        return Directory(
+            **identity,
+            n_rows=found["n_rows"],
+            n_errors=found["n_errors"],
+            datasets=datasets,
+            userblock_size=size,
+            file_size=found["file_size"],
+            rest_crc32=found["rest_crc32"],
+            notes=found["notes"],
+            made_by=found["made_by"],
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedShardError(f"its directory is invalid ({type(error).__name__}: {error})") from error
 

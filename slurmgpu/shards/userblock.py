@@ -9,9 +9,10 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypedDict, cast
 
+from slurmgpu.shards.made_by import MadeBy
 from slurmgpu.shards.open_file import Identity, OpenFile, ReplacedFileError
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, retried
 
@@ -43,6 +44,25 @@ class Region(NamedTuple):
     offset: int
     n_bytes: int
     crc32: int
+
+
+class _OfBoth(TypedDict):
+    attributes: dict[str, Any]
+    n_rows: int
+    n_errors: int
+    file_size: int
+    rest_crc32: int
+    datasets: Sequence[Region]
+
+
+class FileDirectory(_OfBoth, total=False):
+    """The directory in a user block. A region that was read is a list."""
+
+    notes: dict[str, Any]
+    """Of a shard, as `made_by`."""
+    made_by: MadeBy
+    code: Sequence[tuple[int, int, str | None]]
+    """Of a merged file."""
 
 
 class Piece(NamedTuple):
@@ -162,15 +182,13 @@ def write_at(fd: int, content: bytes | memoryview, offset: int) -> None:
         rest, offset = rest[n_written:], offset + n_written
 
 
-def new_directory(
-    attributes: Mapping[str, Any], n_rows: int, datasets: Sequence[Region], **more: Any
-) -> dict[str, Any]:
+def new_directory(attributes: dict[str, Any], n_rows: int, datasets: Sequence[Region]) -> FileDirectory:
     """The directory of a file before it is written; numbers that depend on its bytes are 0."""
     numbers = {"n_rows": n_rows, "n_errors": 0, "file_size": 0, "rest_crc32": 0}
-    return {"attributes": attributes, **numbers, "datasets": datasets, **more}
+    return cast(FileDirectory, {"attributes": attributes, **numbers, "datasets": datasets})
 
 
-def userblock_size(directory: Mapping[str, Any], *, n_table_bytes: int = 0) -> int:
+def userblock_size(directory: FileDirectory, *, n_table_bytes: int = 0) -> int:
     """A sufficient size of the user block, whatever numbers are filled in later."""
     n_numbers = 4 + 3 * len(directory["datasets"])
     needed = _HEADER.size + len(_to_json(directory)) + 20 * n_numbers + n_table_bytes
@@ -180,7 +198,7 @@ def userblock_size(directory: Mapping[str, Any], *, n_table_bytes: int = 0) -> i
     return size
 
 
-def pack_userblock(directory: Mapping[str, Any], size: int, table: bytes = b"") -> bytes:
+def pack_userblock(directory: FileDirectory, size: int, table: bytes = b"") -> bytes:
     """The user block, `size` bytes: header, directory as JSON, table, zeros."""
     content = _to_json(directory)
     behind = struct.pack("<QQQ", size, len(content), len(table)) + content + table
@@ -191,7 +209,7 @@ def pack_userblock(directory: Mapping[str, Any], size: int, table: bytes = b"") 
     return block
 
 
-def read_userblock(reader: Reader, *, quick: bool = False) -> tuple[dict[str, Any], bytes, int]:
+def read_userblock(reader: Reader, *, quick: bool = False) -> tuple[FileDirectory, bytes, int]:
     """The directory, table and size of a user block; DamagedShardError if it is not as written.
 
     `quick` skips the table, and the checksum of a large block.
@@ -214,14 +232,14 @@ def read_userblock(reader: Reader, *, quick: bool = False) -> tuple[dict[str, An
     return directory, b"" if quick else reader.read(behind_json, behind_json + n_table), size
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def _parsed(content: bytes) -> FileDirectory:
     try:
         directory = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DamagedShardError(f"its directory is not valid JSON: {error}") from error
     if not isinstance(directory, dict) or type(directory.get("file_size")) is not int:
         raise DamagedShardError("its directory does not give the size of the file")
-    return directory
+    return cast(FileDirectory, directory)
 
 
 def verify(
@@ -258,5 +276,5 @@ def _checksum(reader: Reader | Content, start: int, stop: int, crc32: int = 0) -
     return crc32
 
 
-def _to_json(directory: Mapping[str, Any]) -> bytes:
+def _to_json(directory: FileDirectory) -> bytes:
     return json.dumps(directory, separators=(",", ":")).encode()
