@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from slurmgpu.page.spans import Life, begin_of, makers_of
+from slurmgpu.page.spans import AttemptSpan, begin_of, makers_of
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import AttemptRow, node_of, outcome_of
 from slurmgpu.report.build import MESSAGE_CHARACTERS, Report
@@ -65,11 +65,11 @@ class Reason:
 Count = Literal["n_items", "n_rows", "n_errors", "n_missing_items"]
 
 
-def figures_of(report: Report, lives: Sequence[Life]) -> list[Figure]:
+def figures_of(report: Report, spans: Sequence[AttemptSpan]) -> list[Figure]:
     """The numbers at the top of the page."""
     n_failures = sum(report["failures"].values())
     ledger = report["ledger"]
-    begin, end = begin_of(report, lives), max((life.stop for life in lives), default=report["written"])
+    begin, end = begin_of(report, spans), max((span.stop for span in spans), default=report["written"])
     figures = [
         _count(report, "n_items", "items"),
         _count(report, "n_rows", "rows"),
@@ -84,7 +84,7 @@ def figures_of(report: Report, lives: Sequence[Life]) -> list[Figure]:
     if (energy := ledger["energy_kwh"]) is not None:
         text, unit = energy_in_words(energy)
         figures.append(Figure(f"{unit} of the GPUs", "ledger.energy_kwh", energy, text))
-    if lives:
+    if spans:
         figures.append(Figure("from submission to end", "wall_s", round(end - begin, 3), duration(end - begin)))
     return figures
 
@@ -158,10 +158,10 @@ def _ranked(reasons: Mapping[Any, Reason]) -> list[Reason]:
 
 
 def failed_items(
-    report: Report, lives: Sequence[Life], shard_of: Callable[[int], int], of_item: Mapping[int, Reason]
+    report: Report, spans: Sequence[AttemptSpan], shard_of: Callable[[int], int], of_item: Mapping[int, Reason]
 ) -> list[dict[str, Any]]:
     """The first failed items, each with its attempt and its reason."""
-    makers = makers_of(lives)
+    makers = makers_of(spans)
     return [
         {
             "index": item["index"],

@@ -21,7 +21,7 @@ from slurmgpu.page.clock import Clock, make_clock
 from slurmgpu.page.excerpts import add_excerpts
 from slurmgpu.page.pictures import ledger_bar, left_of, rates, throughput, timeline
 from slurmgpu.page.rows import rows_of as merged_rows_of
-from slurmgpu.page.spans import Life, begin_of, lives_of, rows_of
+from slurmgpu.page.spans import AttemptSpan, begin_of, rows_of, spans_of
 from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
 from slurmgpu.page.words import as_typed, cut, moment, plain
@@ -61,8 +61,8 @@ class Drawn:
 def render(run: Run, report: Report, task: str | None = None) -> str:
     """The page of a report as HTML."""
     report = {**report, "attempts": in_task_order(report["attempts"])}
-    lives = lives_of(report)
-    clock = make_clock(begin_of(report, lives), [(life.start, life.stop) for life in lives])
+    spans = spans_of(report)
+    clock = make_clock(begin_of(report, spans), [(span.start, span.stop) for span in spans])
     items, of_item = facts.item_reasons(report)
     attempts = facts.attempt_reasons(report)
     holes = facts.holes_of(report)
@@ -72,7 +72,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "report": report,
         "every_failed": every_item_failed(report),
         "version": __version__,
-        "figures": facts.figures_of(report, lives),
+        "figures": facts.figures_of(report, spans),
         "summary": summary_of(report["summary"], MAX_ROWS, MAX_COLUMNS),
         "merged_rows": merged_rows_of(run, report),
         "no_logs": no_logs,
@@ -81,7 +81,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "attempt_reasons": attempts[: facts.MAX_REASONS],
         "n_more_reasons": [max(0, len(reasons) - facts.MAX_REASONS) for reasons in (items, attempts)],
         "max_reasons": facts.MAX_REASONS,
-        "failed_items": facts.failed_items(report, lives, run.plan.shard_of, of_item),
+        "failed_items": facts.failed_items(report, spans, run.plan.shard_of, of_item),
         "holes": facts.stretches_of(holes),
         "n_holes": len(holes),
         "n_damaged": sum(bool(hole["damaged"]) for hole in report["missing"]),
@@ -97,8 +97,8 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "submitted": moment(clock.begin),
         "pauses": _about_pauses(clock),
         "ledger": _ledger(report),
-        "n_unknown": len(report["attempts"]) - len(lives),
-        **_pictures(run, report, lives, clock, task),
+        "n_unknown": len(report["attempts"]) - len(spans),
+        **_pictures(run, report, spans, clock, task),
     }
     return _template().render(content)
 
@@ -115,16 +115,16 @@ def _template() -> jinja2.Template:
     return environment.get_template("page.html.j2")
 
 
-def _pictures(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: str | None) -> dict[str, Any]:
+def _pictures(run: Run, report: Report, spans: Sequence[AttemptSpan], clock: Clock, task: str | None) -> dict[str, Any]:
     drawn: dict[str, Any] = dict.fromkeys(("timeline", "throughput", "ledger_bar"))
     drawn |= {"usage": [], "tasks": {}, "damaged_samples": []}
-    if lives:
+    if spans:
         drawn["timeline"] = _both(
-            "timeline", _about_timeline(lives, clock), lambda width: timeline(lives, clock, width)
+            "timeline", _about_timeline(spans, clock), lambda width: timeline(spans, clock, width)
         )
-        drawn["throughput"] = _throughput(run, lives, clock)
+        drawn["throughput"] = _throughput(run, spans, clock)
         try:
-            drawn |= _usage(run, report, lives, clock, task)
+            drawn |= _usage(run, report, spans, clock, task)
         except Exception:
             log.warning("the page has no telemetry", exc_info=True)
     if (ledger := _ledger(report)) and ledger["total"]:
@@ -145,10 +145,10 @@ def _both(name: str, sentence: str, draw: Callable[[int], Figure]) -> Drawn | No
     return Drawn(wide, narrow, sentence)
 
 
-def _about_timeline(lives: Sequence[Life], clock: Clock) -> str:
-    n_failed = sum(life.failed for life in lives)
+def _about_timeline(spans: Sequence[AttemptSpan], clock: Clock) -> str:
+    n_failed = sum(span.failed for span in spans)
     return (
-        f"Timeline of {count_of(len(lives), 'attempt')} of {count_of(len(rows_of(lives)), 'task')} over "
+        f"Timeline of {count_of(len(spans), 'attempt')} of {count_of(len(rows_of(spans)), 'task')} over "
         f"{duration(float(clock.times[-1]) - clock.begin)}; {n_failed:,} ended badly."
     )
 
@@ -161,9 +161,9 @@ def _about_pauses(clock: Clock) -> str:
     return f"{len(pauses)} pauses of {pauses[0]} to {pauses[-1]}, left out"
 
 
-def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
+def _throughput(run: Run, spans: Sequence[AttemptSpan], clock: Clock) -> Drawn | None:
     sizes = {shard: b - a for shard in range(run.plan.n_shards) for a, b in [run.plan.bounds(shard)]}
-    edges, found = rates(lives, clock, sizes)
+    edges, found = rates(spans, clock, sizes)
     if not any(rate.any() for rate in found.values()):
         return None
     top = np.sum(list(found.values()), axis=0)
@@ -178,14 +178,14 @@ def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
     return _both(
         "throughput",
         sentence,
-        lambda width: throughput(edges, found, clock, width, left=left_of(lives, width), unit=unit),
+        lambda width: throughput(edges, found, clock, width, left=left_of(spans, width), unit=unit),
     )
 
 
-def _usage(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: str | None) -> dict[str, Any]:
+def _usage(run: Run, report: Report, spans: Sequence[AttemptSpan], clock: Clock, task: str | None) -> dict[str, Any]:
     """A picture for each quantity, the tasks with curves of their own, and the damaged files."""
     n_nodes = {a["attempt"]: a["n_nodes"] for a in report["attempts"]}
-    usage = read_usage(run.folder, lives, n_nodes, clock, run.plan.sample_s)
+    usage = read_usage(run.folder, spans, n_nodes, clock, run.plan.sample_s)
     chosen = chosen_tasks(report, usage, task)
     pictures = []
     known = (attempt["usage"].get("gpu_memory_total_bytes") for attempt in report["attempts"])

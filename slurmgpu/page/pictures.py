@@ -12,7 +12,7 @@ from matplotlib.path import Path as Outline
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from slurmgpu.page.clock import Clock
-from slurmgpu.page.spans import STATES, Life, rows_of
+from slurmgpu.page.spans import STATES, AttemptSpan, rows_of
 from slurmgpu.page.svg import COLOURS, NARROW, RIGHT, figure
 from slurmgpu.report.ledger import KINDS
 
@@ -29,13 +29,13 @@ OF_SHARDS = ("useful", "repeated", "lost")
 """Kinds of shard computations, from bottom to top."""
 
 
-def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
+def timeline(spans: Sequence[AttemptSpan], clock: Clock, width: int) -> Figure:
     """Every attempt as a bar, a row for each task, and a tick for each published shard."""
-    rows = rows_of(lives)
+    rows = rows_of(spans)
     narrow = width <= NARROW
     height = min(MAX_HEIGHT * (0.6 if narrow else 1), max(60, ROW_HEIGHT * len(rows)))
     row = height / max(1, len(rows))
-    left = left_of(lives, width)
+    left = left_of(spans, width)
     made = figure(width, height + 34, left=left, right=RIGHT, top=4, bottom=30)
     axes = made.add_subplot()
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -49,7 +49,7 @@ def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
     for state in STATES:
         points: list[tuple[float, float]] = []
         for number, (_, its) in enumerate(rows):
-            for start, stop in ((start, stop) for life in its for kind, start, stop in life.phases if kind == state):
+            for start, stop in ((start, stop) for span in its for kind, start, stop in span.phases if kind == state):
                 place = float(clock.place(start))
                 points += [(place, number), (max(float(clock.place(stop)), place + 0.6 / scale), number)]
         _strokes(axes, points, COLOURS[state], thickness)
@@ -58,9 +58,9 @@ def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
     return made
 
 
-def left_of(lives: Sequence[Life], width: int) -> float:
+def left_of(spans: Sequence[AttemptSpan], width: int) -> float:
     """Pixels to the left of the axes, the same for all pictures over the whole width."""
-    rows = rows_of(lives)
+    rows = rows_of(spans)
     n_jobs = _n_jobs(rows)
     if _are_labelled(rows, width):
         names = [_row_name(task, its, width, n_jobs) for task, its in rows]
@@ -69,22 +69,22 @@ def left_of(lives: Sequence[Life], width: int) -> float:
     return max([LEAST_LEFT, *(14 + 6.4 * len(name) for name in names)])
 
 
-def _are_labelled(rows: Sequence[tuple[str, list[Life]]], width: int) -> bool:
+def _are_labelled(rows: Sequence[tuple[str, list[AttemptSpan]]], width: int) -> bool:
     return len(rows) <= (LABELLED_ROWS_NARROW if width <= NARROW else LABELLED_ROWS)
 
 
-def _n_jobs(rows: Sequence[tuple[str, list[Life]]]) -> int:
+def _n_jobs(rows: Sequence[tuple[str, list[AttemptSpan]]]) -> int:
     """The number of submissions; with several, task numbers alone are ambiguous."""
     return len({task.rpartition("_")[0] for task, _ in rows})
 
 
-def _row_name(task: str, its: Sequence[Life], width: int, n_jobs: int) -> str:
+def _row_name(task: str, its: Sequence[AttemptSpan], width: int, n_jobs: int) -> str:
     if width <= NARROW:
         return task if n_jobs > 1 else task.rpartition("_")[2]
     return f"{task}  {its[-1].node}".strip()[-28:]
 
 
-def _name_rows(axes: Axes, rows: Sequence[tuple[str, list[Life]]], width: int) -> None:
+def _name_rows(axes: Axes, rows: Sequence[tuple[str, list[AttemptSpan]]], width: int) -> None:
     n_jobs = _n_jobs(rows)
     if _are_labelled(rows, width):
         axes.yaxis.set_major_locator(FixedLocator(list(range(len(rows)))))
@@ -104,25 +104,25 @@ def _strokes(axes: Axes, points: Sequence[tuple[float, float]], colour: str, thi
         )
 
 
-def _ticks(axes: Axes, rows: Sequence[tuple[str, list[Life]]], clock: Clock, scale: float, share: float) -> None:
+def _ticks(axes: Axes, rows: Sequence[tuple[str, list[AttemptSpan]]], clock: Clock, scale: float, share: float) -> None:
     points = []
     for number, (_, its) in enumerate(rows):
         last = -1e9
-        for place in sorted(float(clock.place(stop)) for life in its for _, _, stop, _ in life.shards):
+        for place in sorted(float(clock.place(stop)) for span in its for _, _, stop, _ in span.shards):
             if (place - last) * scale >= TICK_GAP:
                 points += [(place, number - share / 2), (place, number + share / 2)]
                 last = place
     _strokes(axes, points, COLOURS["surface"], 0.7, 2.5)
 
 
-def _ends(axes: Axes, rows: Sequence[tuple[str, list[Life]]], clock: Clock, size: float) -> None:
+def _ends(axes: Axes, rows: Sequence[tuple[str, list[AttemptSpan]]], clock: Clock, size: float) -> None:
     """Mark failed ends of attempts, and with smaller marks worker deaths."""
     for kind, marker, share in (("deaths", "D", 0.65), ("failed", "X", 1.0)):
         found = [
             (float(clock.place(at)), number)
             for number, (_, its) in enumerate(rows)
-            for life in its
-            for at in (life.deaths if kind == "deaths" else [life.stop] if life.failed else [])
+            for span in its
+            for at in (span.deaths if kind == "deaths" else [span.stop] if span.failed else [])
         ]
         if found:
             axes.plot(
@@ -139,7 +139,7 @@ def _ends(axes: Axes, rows: Sequence[tuple[str, list[Life]]], clock: Clock, size
 
 
 def rates(
-    lives: Sequence[Life], clock: Clock, shard_items: Mapping[int, int]
+    spans: Sequence[AttemptSpan], clock: Clock, shard_items: Mapping[int, int]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Edges of time bins, and items per second in each bin by kind of shard computation.
 
@@ -148,7 +148,7 @@ def rates(
     edges = np.linspace(0, clock.end, N_BINS + 1)
     found = {}
     for kind in OF_SHARDS:
-        shards = [entry for life in lives for entry in life.shards if entry[3] == kind]
+        shards = [entry for span in spans for entry in span.shards if entry[3] == kind]
         starts, stops = (clock.place(np.array([shard[i] for shard in shards] or [0.0], float)) for i in (1, 2))
         items = np.array([shard_items.get(shard[0], 0) for shard in shards] or [0], float)
         found[kind] = _spread(edges, starts, np.maximum(stops, starts + 1e-3), items)

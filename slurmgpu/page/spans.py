@@ -21,7 +21,7 @@ NONSENSE = (TypeError, ValueError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
-class Life:
+class AttemptSpan:
     """An attempt's times: `phases` are (state, start, stop), `shards` (shard, start, stop, kind).
 
     A shard's kind is that of the ledger: useful, repeated or lost.
@@ -38,35 +38,35 @@ class Life:
     deaths: Sequence[float]
 
 
-def lives_of(report: Report) -> list[Life]:
+def spans_of(report: Report) -> list[AttemptSpan]:
     """The attempts with known times, in the order of the report."""
     counts = _counting(report)
-    lives = []
+    spans = []
     for attempt in report["attempts"]:
         with contextlib.suppress(*NONSENSE):
-            if (life := _life(attempt, counts)) is not None:
-                lives.append(life)
-    return lives
+            if (span := _span(attempt, counts)) is not None:
+                spans.append(span)
+    return spans
 
 
-def rows_of(lives: Sequence[Life]) -> list[tuple[str, list[Life]]]:
+def rows_of(spans: Sequence[AttemptSpan]) -> list[tuple[str, list[AttemptSpan]]]:
     """The tasks in order, each with its attempts."""
-    rows: dict[str, list[Life]] = {}
-    for life in lives:
-        rows.setdefault(life.task, []).append(life)
+    rows: dict[str, list[AttemptSpan]] = {}
+    for span in spans:
+        rows.setdefault(span.task, []).append(span)
     return list(rows.items())
 
 
-def begin_of(report: Report, lives: Sequence[Life]) -> float:
+def begin_of(report: Report, spans: Sequence[AttemptSpan]) -> float:
     """The time of the first submission, or of the first attempt if a node's clock is slow."""
     times = [line["time"] for line in report["submissions"] if isinstance(line.get("time"), int | float)]
-    starts = [*times[:1], *(life.start for life in lives)]
+    starts = [*times[:1], *(span.start for span in spans)]
     return float(min(starts, default=report["written"]))
 
 
-def makers_of(lives: Sequence[Life]) -> dict[int, str]:
+def makers_of(spans: Sequence[AttemptSpan]) -> dict[int, str]:
     """The attempt whose rows are in the result, by shard."""
-    return {shard: life.attempt for life in lives for shard, _, _, kind in life.shards if kind == "useful"}
+    return {shard: span.attempt for span in spans for shard, _, _, kind in span.shards if kind == "useful"}
 
 
 def _counting(report: Report) -> Counting:
@@ -83,7 +83,7 @@ def _published(attempt: AttemptRow) -> list[list[Any]]:
     return [[int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:5]] for entry in attempt["shards"]]
 
 
-def _life(attempt: AttemptRow, counts: Counting) -> Life | None:
+def _span(attempt: AttemptRow, counts: Counting) -> AttemptSpan | None:
     if attempt["started"] is None:
         return None
     name = str(attempt["attempt"])
@@ -92,7 +92,7 @@ def _life(attempt: AttemptRow, counts: Counting) -> Life | None:
     shards = [
         (shard, at, at + seconds, kind_of(shard, name, at, counts)) for shard, at, seconds, *_ in _published(attempt)
     ]
-    return Life(
+    return AttemptSpan(
         attempt=name,
         task=task_of_attempt(name),
         node=plain(attempt["node"] or ""),

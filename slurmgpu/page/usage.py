@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from slurmgpu.page.clock import Clock
-from slurmgpu.page.spans import Life
+from slurmgpu.page.spans import AttemptSpan
 from slurmgpu.page.svg import COLOURS, MARK, RIGHT, SMALL, figure
 from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.build import Report
@@ -83,19 +83,21 @@ class Usage:
         ]
 
 
-def read_usage(folder: Path, lives: Sequence[Life], n_nodes: Mapping[str, int], clock: Clock, sample_s: float) -> Usage:
+def read_usage(
+    folder: Path, spans: Sequence[AttemptSpan], n_nodes: Mapping[str, int], clock: Clock, sample_s: float
+) -> Usage:
     """The samples in telemetry/, a few for each bin: reading all of a thousand tasks would take minutes."""
     edges = np.linspace(0, clock.end, N_BINS + 1)
     owners: list[str] = []
     rows: list[dict[str, np.ndarray]] = []
     damaged: set[Path] = set()
-    for life in lives:
-        share = float(clock.place(life.stop) - clock.place(life.start)) / clock.end
+    for span in spans:
+        share = float(clock.place(span.stop) - clock.place(span.start)) / clock.end
         n_samples = max(LEAST_SAMPLES, math.ceil(SAMPLES_A_BIN * N_BINS * share))
-        for node in range(n_nodes.get(life.attempt, 1)):
-            if samples := some_samples(telemetry_path(folder, life.attempt, node), n_samples, damaged):
-                owners.append(life.task)
-                rows.append(_binned(samples, edges, clock, HELD * sample_s, life.stop))
+        for node in range(n_nodes.get(span.attempt, 1)):
+            if samples := some_samples(telemetry_path(folder, span.attempt, node), n_samples, damaged):
+                owners.append(span.task)
+                rows.append(_binned(samples, edges, clock, HELD * sample_s, span.stop))
     values = {q.key: np.array([row[q.key] for row in rows]).reshape(len(rows), N_BINS) for q in QUANTITIES}
     return Usage(edges, owners, values, sorted(path.name for path in damaged))
 

@@ -11,7 +11,7 @@ from slurmgpu import page as pages
 from slurmgpu.page import page
 from slurmgpu.page.clock import make_clock
 from slurmgpu.page.pictures import LABELLED_ROWS, left_of, rates, throughput, timeline
-from slurmgpu.page.spans import Life, begin_of, lives_of
+from slurmgpu.page.spans import AttemptSpan, begin_of, spans_of
 from slurmgpu.page.svg import NARROW, WIDE, style
 from slurmgpu.page.usage import draw_usage, read_usage
 from slurmgpu.report.ledger import KINDS
@@ -64,7 +64,7 @@ def test_colours_of_one_legend_are_told_apart_by_the_colour_blind_too(scheme, ey
 
 def attempt(**what):
     """An attempt of a report that began at 100, and ended by its own record at 110."""
-    life = {"started": 100.0, "updated": 110.0, "ended": 110.0, "seconds": 10.0, "load_s": 1.0, "node": "gpu1"}
+    span = {"started": 100.0, "updated": 110.0, "ended": 110.0, "seconds": 10.0, "load_s": 1.0, "node": "gpu1"}
     phases = [[100.0, "starting"], [101.0, "loading"], [102.0, "running"], [110.0, "ended"]]
     return {
         "attempt": "7_0.0",
@@ -73,28 +73,28 @@ def attempt(**what):
         "deaths": [],
         "shards": [],
         "phases": phases,
-        **life,
+        **span,
         **what,
     }
 
 
-def lives_with(*attempts):
-    return lives_of({"attempts": attempts, "n_shards": 1, "missing": []})
+def spans_with(*attempts):
+    return spans_of({"attempts": attempts, "n_shards": 1, "missing": []})
 
 
 def test_a_bar_is_as_long_as_what_was_allocated_without_gaps():
     for given in (attempt(seconds=13.0), attempt(seconds=13.0, ended=None, updated=108.0)):
-        [life] = lives_with(given)
-        assert [life.phases[0][1], life.phases[-1][2]] == [100.0, 113.0]
-        assert all(stop == start for (_, _, stop), (_, start, _) in pairwise(life.phases))
+        [span] = spans_with(given)
+        assert [span.phases[0][1], span.phases[-1][2]] == [100.0, 113.0]
+        assert all(stop == start for (_, _, stop), (_, start, _) in pairwise(span.phases))
 
 
 def test_no_time_on_the_axis_is_cut_off_at_the_edge_of_a_picture():
-    life = Life("7_0.0", "7_0", "gpu1", 0.0, 5400.0, False, [("running", 0.0, 5400.0)], [], [])
+    span = AttemptSpan("7_0.0", "7_0", "gpu1", 0.0, 5400.0, False, [("running", 0.0, 5400.0)], [], [])
     clock = make_clock(0.0, [(0.0, 5400.0)])
     for width in (WIDE, NARROW):
         with style("drawn"):
-            made = timeline([life], clock, width)
+            made = timeline([span], clock, width)
             made.draw_without_rendering()
         labels = [label.get_window_extent() for label in made.axes[0].get_xticklabels()]
         assert labels
@@ -105,29 +105,33 @@ def test_no_time_on_the_axis_is_cut_off_at_the_edge_of_a_picture():
 @pytest.mark.parametrize("n_tasks", [1, LABELLED_ROWS, LABELLED_ROWS + 1])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_timeline_and_throughput_have_the_same_moment_at_the_same_place(n_tasks, width):
-    lives = [
-        Life(f"7_{task}.0", f"7_{task}", "a-node-with-a-name", 0.0, 90.0, False, [("running", 0.0, 90.0)], [], [])
+    spans = [
+        AttemptSpan(
+            f"7_{task}.0", f"7_{task}", "a-node-with-a-name", 0.0, 90.0, False, [("running", 0.0, 90.0)], [], []
+        )
         for task in range(n_tasks)
     ]
     clock = make_clock(0.0, [(0.0, 90.0)])
-    edges, found = rates(lives, clock, {})
-    below = throughput(edges, found, clock, width, left=left_of(lives, width), unit="items per hour").axes[0]
-    above = timeline(lives, clock, width).axes[0]
+    edges, found = rates(spans, clock, {})
+    below = throughput(edges, found, clock, width, left=left_of(spans, width), unit="items per hour").axes[0]
+    above = timeline(spans, clock, width).axes[0]
     assert (above.get_position().x0, above.get_position().x1) == (below.get_position().x0, below.get_position().x1)
     assert below.get_title(loc="left") == "items per hour"
 
 
 def test_on_a_phone_the_rows_of_several_submissions_have_different_names():
-    lives = [
-        Life(f"local{job}_{task}.0", f"local{job}_{task}", "", 0.0, 90.0, False, [("running", 0.0, 90.0)], [], [])
+    spans = [
+        AttemptSpan(
+            f"local{job}_{task}.0", f"local{job}_{task}", "", 0.0, 90.0, False, [("running", 0.0, 90.0)], [], []
+        )
         for job in (1, 2)
         for task in range(3)
     ]
     with style("drawn"):
-        made = timeline(lives, make_clock(0.0, [(0.0, 90.0)]), NARROW)
+        made = timeline(spans, make_clock(0.0, [(0.0, 90.0)]), NARROW)
         made.draw_without_rendering()
     labels = made.axes[0].get_yticklabels()
-    assert [label.get_text() for label in labels] == [life.task for life in lives]
+    assert [label.get_text() for label in labels] == [span.task for span in spans]
     assert min(label.get_window_extent().x0 for label in labels) >= 0
 
 
@@ -143,8 +147,8 @@ def test_throughput_is_told_in_the_unit_of_what_is_drawn_without_exponents(tmp_p
     run = pretend_run(tmp_path / "judge", 0, n_tasks=1, n_shards=2, shard_items=n_items)
     begin = 1_750_000_000.0
     shards = [(0, begin, begin + 1, "lost" if lost else "useful")]
-    life = Life("7_0.0", "7_0", "", begin, begin + 1, False, [("running", begin, begin + 1)], shards, [])
-    drawn = page._throughput(run, [life], make_clock(begin, [(begin, begin + 1)]))
+    span = AttemptSpan("7_0.0", "7_0", "", begin, begin + 1, False, [("running", begin, begin + 1)], shards, [])
+    drawn = page._throughput(run, [span], make_clock(begin, [(begin, begin + 1)]))
     assert drawn.sentence.startswith(said)
     assert "e+" not in re.sub("<[^>]*>", "", drawn.wide)
 
@@ -152,9 +156,9 @@ def test_throughput_is_told_in_the_unit_of_what_is_drawn_without_exponents(tmp_p
 def test_no_line_of_telemetry_lies_on_the_edge_and_the_gpus_memory_is_drawn_as_a_limit(tmp_path):
     run = pretend_run(tmp_path / "judge", 600, n_tasks=2)
     report = reported(run, errors=[])
-    lives = lives_of(report)
-    clock = make_clock(begin_of(report, lives), [(life.start, life.stop) for life in lives])
-    usage = read_usage(run.folder, lives, {}, clock, 5.0)
+    spans = spans_of(report)
+    clock = make_clock(begin_of(report, spans), [(span.start, span.stop) for span in spans])
+    usage = read_usage(run.folder, spans, {}, clock, 5.0)
     for quantity in usage.known([85e9]):
         axes = draw_usage(usage, quantity, ["4711_0"], clock).axes[0]
         highest = max(np.nanmax(line.get_ydata()) for line in axes.lines)
@@ -180,13 +184,13 @@ def test_a_pause_that_is_left_out_says_how_long_it_was(tmp_path):
 def test_the_median_is_that_of_all_tasks_also_where_few_have_a_sample(tmp_path):
     run = pretend_run(tmp_path / "judge", 1500, n_tasks=60, n_shards=4000, sample_s=60.0, faulty=True)
     report = reported(run, errors=[])
-    lives = lives_of(report)
-    clock = make_clock(begin_of(report, lives), [(life.start, life.stop) for life in lives])
-    usage = read_usage(run.folder, lives, {}, clock, 60.0)
+    spans = spans_of(report)
+    clock = make_clock(begin_of(report, spans), [(span.start, span.stop) for span in spans])
+    usage = read_usage(run.folder, spans, {}, clock, 60.0)
     loaded = clock.time(usage.edges[:-1]) - clock.begin > 120
     median = np.nanmedian(usage.values["memory_bytes"][:, loaded], axis=0)
     assert (median == 61_000_000_000).all(), "some tasks that were restarted have little in these bins"
-    gone = next(row for row, life in enumerate(lives) if life.attempt == "4711_10.0")
+    gone = next(row for row, span in enumerate(spans) if span.attempt == "4711_10.0")
     assert np.isnan(usage.values["memory_bytes"][gone, -1]), "its node died long ago"
 
 
@@ -195,7 +199,7 @@ def test_what_takes_less_than_a_gigabyte_is_drawn_in_megabytes(tmp_path):
     path = next((run.folder / "telemetry").iterdir())
     path.write_text(path.read_text().replace("12000000000", "48000000"))
     report = reported(run, errors=[])
-    lives = lives_of(report)
-    usage = read_usage(run.folder, lives, {}, make_clock(lives[0].start, [(lives[0].start, lives[0].stop)]), 5.0)
+    spans = spans_of(report)
+    usage = read_usage(run.folder, spans, {}, make_clock(spans[0].start, [(spans[0].start, spans[0].stop)]), 5.0)
     [memory] = usage.known()
     assert (memory.unit, np.nanmax(usage.of(memory))) == ("MB", 48.0)

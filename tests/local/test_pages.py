@@ -20,7 +20,7 @@ from slurmgpu.page import facts, page
 from slurmgpu.page.clock import make_clock
 from slurmgpu.page.pictures import rates
 from slurmgpu.page.provenance import provenance_of
-from slurmgpu.page.spans import lives_of, makers_of
+from slurmgpu.page.spans import makers_of, spans_of
 from slurmgpu.page.words import moment
 from slurmgpu.report.build import read_report, report_path
 from slurmgpu.run.directory import Run
@@ -220,12 +220,12 @@ def test_the_picture_of_the_throughput_says_the_same_as_the_ledger(tmp_path):
     again["shards"] += [[6, BEGIN + 3200, 60.0, True, 1]]  # its failed items, by resubmit --failed
     hole = {"shard": 3, "start": 48, "stop": 64, "damaged": "a byte"}
     value |= {"attempts": [again, *value["attempts"]], "missing": [hole]}
-    lives = lives_of(value)
-    clock = make_clock(BEGIN, [(life.start, life.stop) for life in lives])
-    edges, found = rates(lives, clock, {shard: b - a for shard in range(8) for a, b in [run.plan.bounds(shard)]})
+    spans = spans_of(value)
+    clock = make_clock(BEGIN, [(span.start, span.stop) for span in spans])
+    edges, found = rates(spans, clock, {shard: b - a for shard in range(8) for a, b in [run.plan.bounds(shard)]})
     items = {kind: round((rate * np.diff(edges)).sum()) for kind, rate in found.items()}
     assert items == {"useful": run.plan.n_items - 16 + 16, "repeated": 32, "lost": 16}
-    makers = makers_of(lives)
+    makers = makers_of(spans)
     assert (makers[2], makers[5]) == ("4720_0.0", "4720_0.0")
     assert makers.keys() == set(range(8)) - {3}
 
