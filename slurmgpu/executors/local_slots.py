@@ -48,9 +48,8 @@ def accounting_of(submission: Submission, slots: list[Any]) -> dict[str, list[Ac
         elif code < 0:
             message = f"the slot of its task was killed by {name_of_signal(-code)}"
         n_gpus, executor = submission.gpus_per_task, submission.executor
-        accounting[f"{job}_{number}"] = [
-            Accounted("ENDED", failure or "lost", True, 0, n_gpus, node, message, executor)
-        ]
+        ended = Accounted("ENDED", failure or "lost", True, 0, n_gpus, node, message, executor)
+        accounting[f"{job}_{number}"] = [ended]
     return accounting
 
 

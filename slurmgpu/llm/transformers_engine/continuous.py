@@ -47,8 +47,10 @@ HOPPER = 9
 MOST_REQUESTS = 256
 """The most requests in one batch; each has several rows of scores over the vocabulary."""
 CPU_PAGE, CPU_TOKENS, CPU_BATCH_TOKENS = 32, 8192, 1024
-"""On a CPU the tokens of a page, of the cache, for which the manager would take 60 % of the memory, and of a batch:
-without flash attention the mask has cache times batch elements."""
+"""On a CPU: the tokens of a page, of the cache, and of a batch.
+
+The manager would take 60 % of the memory for the cache. Without flash attention the mask has cache times batch numbers.
+"""
 PAGE, MOST_PAGED = 256, 131072
 """On a GPU the tokens of a page, and the most tokens of a request for fast decoding."""
 SAMPLING_SHARE = 0.8

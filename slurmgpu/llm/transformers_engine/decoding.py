@@ -36,7 +36,7 @@ class Decoding(Protocol):
         """Keep these rows, given in ascending order; returns their new order."""
 
     def join(self, read: Prefilled, most: Sequence[int]) -> None:
-        """Append prompts that were read, as rows that get at most so many tokens each."""
+        """Append prompts that were read, as rows; each gets at most its number in `most` of tokens."""
 
 
 class GrowingRows:
@@ -89,7 +89,7 @@ class GrowingRows:
         return order
 
     def join(self, read: Prefilled, most: Sequence[int]) -> None:
-        """Append prompts that were read, as rows that get at most so many tokens each."""
+        """Append prompts that were read, as rows; each gets at most its number in `most` of tokens."""
         import torch
 
         caches.join(self._cache, read.cache, self.columns, read.mask.shape[1])

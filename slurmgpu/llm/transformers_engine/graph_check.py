@@ -54,9 +54,8 @@ LIMIT_S = 30.0
 class Trial:
     """Measurements for a size: the greatest difference of scores as a share of their range, and seconds per step.
 
-    `replayed` is the difference between a step and a call in the same memory after both were repeated until they
-    agreed, and `flipped` the greatest difference seen until then; `off` is the difference from rows in a growing cache,
-    and bounds both.
+    A step and a call in the same memory are repeated until they agree: `replayed` is their difference then, `flipped`
+    the greatest difference seen before. `off` is the difference from rows in a growing cache, and bounds both.
     """
 
     n_rows: int

@@ -254,7 +254,7 @@ class SlotRows:
 
     @_guarded
     def join(self, read: Prefilled, most: Sequence[int]) -> None:
-        """Append prompts that were read, as rows that get at most so many tokens each."""
+        """Append prompts that were read, as rows; each gets at most its number in `most` of tokens."""
         import torch
 
         first, n_columns = len(self._ends), read.mask.shape[1]

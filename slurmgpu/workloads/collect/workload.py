@@ -64,8 +64,8 @@ class Draw:
 class Collect(LanguageModelWorkload):
     """Several reasoning paths for each question, whether each is right, and the value of each step.
 
-    Either `paths` are sampled for each question, and values of steps come from `rollouts` completions of every
-    beginning; or a `tree` with so many branches at each depth is sampled, and values come from its leaves. `checker`
+    With `paths`, that many are sampled for each question, and the values of steps come from `rollouts` completions of
+    each beginning. With `tree`, the number of branches at each depth, the values come from the tree's leaves. `checker`
     compares a path's answer with the item's field `reference`. docs/reference/language-models.md has all settings.
     """
 

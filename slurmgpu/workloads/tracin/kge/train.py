@@ -2,10 +2,10 @@
 
     python -m slurmgpu.workloads.tracin.kge.train train.txt --valid valid.txt --test test.txt --dim 200 -o model
 
-writes model/checkpoint-100.pt, and model/node_dict.txt and model/rel_dict.txt unless --entities and --relations name
-others, and prints how well the model ranks valid.txt and test.txt. Triples in none of the files count as false: without
-valid.txt, ranks of test.txt are worse. A folder with checkpoints is an error. On a CPU the same seed and the same
-number of threads give the same checkpoints.
+writes model/checkpoint-100.pt, and prints how well the model ranks valid.txt and test.txt. Without --entities and
+--relations it also writes model/node_dict.txt and model/rel_dict.txt. Triples in none of the files count as false:
+without valid.txt, ranks of test.txt are worse. A folder with checkpoints is an error. On a CPU the same seed and the
+same number of threads give the same checkpoints.
 """
 
 from __future__ import annotations
