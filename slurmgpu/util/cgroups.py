@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 LATE_S = 5.0
 """How long a kill, or a worker's word on what it does, may stay unread."""
-ROOT = Path("/sys/fs/cgroup")
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def oom_kills() -> int:
@@ -20,7 +21,7 @@ def oom_kills() -> int:
 
     Only the difference between two calls is meaningful. Slurm limits the step, the job, or both.
     """
-    return sum(_counter(file) for file in _counter_files())
+    return sum(_counter(file) for files in _counter_files() for file in _of_job(files))
 
 
 class KillWatch:
@@ -47,31 +48,48 @@ class KillWatch:
 
 
 def memory_left() -> int | None:
-    """Bytes of memory that the machine and the job still allow this process; cached files do not count as used.
+    """Bytes of memory that the machine, the job and the groups above it still allow this process.
 
-    None if the kernel does not say.
+    Cached files do not count as used, except those of a tmpfs such as /dev/shm. None if the kernel does not say.
     """
     machine = _value(Path("/proc/meminfo"), "MemAvailable:")
     found = [] if machine is None else [machine * 1024]
-    for file in _counter_files():
-        is_v2 = file.name == "memory.events"
-        limit = _value(file.with_name("memory.max" if is_v2 else "memory.limit_in_bytes"))
-        used = _value(file.with_name("memory.current" if is_v2 else "memory.usage_in_bytes"))
-        cached = _value(file.with_name("memory.stat"), "file" if is_v2 else "total_cache")
-        if limit is not None and used is not None:
-            found.append(max(0, limit - used + min(used, cached or 0)))
+    for file in (file for files in _counter_files() for file in files):
+        names, used_name, total = V2 if file.name == V2_EVENTS else V1
+        limits = [limit for name in names if (limit := _value(file.with_name(name))) is not None]
+        used = _value(file.with_name(used_name))
+        if limits and used is not None:
+            stat = file.with_name("memory.stat")
+            cached = sum(_value(stat, f"{total}{name}_file") or 0 for name in ("active", "inactive"))
+            found.append(max(0, min(limits) - used + min(used, cached)))
     return min(found, default=None)
 
 
-def _counter_files() -> list[Path]:
-    files = []
-    for line in Path("/proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines():
+V2_EVENTS = "memory.events"
+V2 = ("memory.max", "memory.high"), "memory.current", ""
+V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
+"""The files with limits and with what is used, and the prefix in memory.stat of sums over the groups below."""
+
+
+def _counter_files() -> list[list[Path]]:
+    """The file that counts kills of each group of this process, from its own up to the root, for each version."""
+    found = []
+    for line in OWN.read_text("utf-8", "surrogateescape").splitlines():
         number, controllers, path = line.split(":", 2)
-        if number == "0":
-            files += [ROOT / part / "memory.events" for part in _upwards(path)]
-        elif "memory" in controllers.split(","):
-            files += [ROOT / "memory" / part / "memory.oom_control" for part in _upwards(path)]
-    return files
+        if number == "0" or "memory" in controllers.split(","):
+            top, name = (ROOT, V2_EVENTS) if number == "0" else (ROOT / "memory", "memory.oom_control")
+            own = Path(path.strip("/"))
+            found.append([top / group / name for group in (own, *own.parents)])
+    return found
+
+
+def _of_job(files: Sequence[Path]) -> Sequence[Path]:
+    """The files up to the job's: above it, cgroup v2 counts other jobs' kills. Without a job, the first that is here.
+
+    In a container the path may be that of the host, where only the container's own group is mounted.
+    """
+    job = next((n for n, file in enumerate(files, 1) if file.parent.name.startswith("job_")), None)
+    return files[:job] if job else [file for file in files if file.is_file()][:1]
 
 
 def _value(file: Path, name: str = "") -> int | None:
@@ -81,13 +99,6 @@ def _value(file: Path, name: str = "") -> int | None:
         return next((int(line[1 if name else 0]) for line in words if line and name in ("", line[0])), None)
     except (OSError, ValueError):
         return None
-
-
-def _upwards(path: str) -> list[str]:
-    parts = path.strip("/").split("/")
-    # Not above the job's: cgroup v2 counts other jobs' kills there.
-    job = next((n for n, part in enumerate(parts, 1) if part.startswith("job_")), len(parts))
-    return ["/".join(parts[:n]) for n in range(len(parts), job - 1, -1)]
 
 
 def _counter(file: Path) -> int:
