@@ -15,8 +15,8 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import blaming
-from slurmgpu.run.heartbeats import beating
-from slurmgpu.run.liveness import is_orphaned
+from slurmgpu.run.heartbeats import beating, refuse_twin
+from slurmgpu.run.liveness import is_orphaned, patience
 from slurmgpu.run.records import Attempt, node_name
 from slurmgpu.run.submissions import SubmissionLine, abroad
 from slurmgpu.slurm import commands
@@ -74,7 +74,12 @@ def _end_copies() -> None:
 
 
 def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[None]:
-    return beating(folder, f"{own.array_job}_{own.task}.{own.restart}", own.array_job, node_rank())
+    return beating(folder, *_named(own))
+
+
+def _named(own: OwnJob) -> tuple[str, str, int]:
+    """The attempt of a job, its id, and this node's rank in it."""
+    return f"{own.array_job}_{own.task}.{own.restart}", own.array_job, node_rank()
 
 
 def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array: bool) -> int:
@@ -95,6 +100,7 @@ def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array
         owners.refuse_unwritable(run, "compute it", computes=True)
         owners.refuse_foreign(run, "compute it", [run.folder / "submissions.jsonl"])
         own = own_job(own_array=own_array)
+        refuse_twin(folder, *_named(own), patience(run.plan.lease_s))
         with _beating(run.folder, own), manual_jobs.log_beside(run, f"{own.array_job}_{own.task}"):
             given = manual_jobs.join(run, own, device, _end_if_asked)
             given = {**given, "device": device or given["device"]}

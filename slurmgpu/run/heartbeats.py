@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.run.submissions import DirectoryId, cluster_in_names, directory_id, was_written_in
 from slurmgpu.util.pids import lives, own_id
@@ -51,10 +52,7 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
 
     `folder` is the run directory. An error of the file does not end the task.
     """
-    cluster = os.environ.get("SLURM_CLUSTER_NAME")
-    # Two clusters that share the disk may give the same job id. Jobs of the local executor have none.
-    where = f"@{cluster_in_names(cluster)}" if cluster and job.isdecimal() else ""
-    path = folder / "tasks" / f"{attempt}{where}{f'.node{node}' if node else ''}{SUFFIX}"
+    cluster, path = os.environ.get("SLURM_CLUSTER_NAME"), _path(folder, attempt, job, node)
     value = cast(
         Heartbeat,
         {
@@ -84,6 +82,33 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
             told = decode(read_bytes(path, max_bytes=4 * SIZE))
             if told and told.get("token") == value["token"]:
                 remove(path)
+
+
+def refuse_twin(folder: Path, attempt: str, job: str, node: int, patience_s: float) -> None:
+    """Raise SlurmGPUError if another process keeps this heartbeat; waits up to `patience_s` if it is of another host.
+
+    Each step of a job may start a task, also those of the parts of a hetjob, and all have the same job id.
+    """
+    path, observer = _path(folder, attempt, job, node), Observer(folder, patience_s)
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+    except FileExistsError:
+        while (task := observer.look_at(path.name)) is not None and task.lives is None:
+            time.sleep(min(1.0, patience_s / 20))
+        if task is not None and task.lives and was_written_in(directory_id(folder), task.told):
+            raise SlurmGPUError(
+                f"Job {job} has another process that computes this run, {task.in_words}. Start one task in a job, by "
+                "one srun: it uses all GPUs that it sees. For several tasks submit an array."
+            ) from None
+    except OSError:
+        return  # as for a heartbeat that cannot be written
+
+
+def _path(folder: Path, attempt: str, job: str, node: int) -> Path:
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    # Two clusters that share the disk may give the same job id. Jobs of the local executor have none.
+    where = f"@{cluster_in_names(cluster)}" if cluster and job.isdecimal() else ""
+    return folder / "tasks" / f"{attempt}{where}{f'.node{node}' if node else ''}{SUFFIX}"
 
 
 def _write(path: Path, value: Heartbeat) -> None:
@@ -128,7 +153,7 @@ class Observer:
         self._looked = now
         names = [name for name in list_fresh(self._tasks) if name.endswith(SUFFIX) and not name.startswith(".")]
         own = directory_id(self.folder) if names else {}
-        tasks = (self._look_at(name, now) for name in sorted(names))
+        tasks = (self.look_at(name) for name in sorted(names))
         return [task for task in tasks if task is not None and was_written_in(own, task.told)]
 
     def forget(self, tasks: Sequence[ObservedTask]) -> None:
@@ -143,7 +168,9 @@ class Observer:
     def _tasks(self) -> Path:
         return self.folder / "tasks"
 
-    def _look_at(self, name: str, now: float) -> ObservedTask | None:
+    def look_at(self, name: str) -> ObservedTask | None:
+        """The task of one heartbeat, by the name of its file; None without the file."""
+        now = time.monotonic()
         try:
             content = read_bytes(self._tasks / name, max_bytes=4 * SIZE)
         except FileNotFoundError:

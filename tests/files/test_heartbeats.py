@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import live_tasks
+from slurmgpu.executors import job_entry, live_tasks
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.run import heartbeats
@@ -59,6 +59,24 @@ def test_a_heartbeat_is_there_from_the_first_second_goes_on_and_ends_with_its_pr
         [task] = Observer(tmp_path, 30.0).look()
         assert task.lives
     assert not path.exists()
+
+
+def test_a_second_task_of_a_job_is_refused_while_the_first_computes(run, monkeypatch):
+    """Two steps of a job, or of the parts of a hetjob, have one job id, and so had one attempt and one record."""
+    monkeypatch.setattr(job_entry, "patience", lambda lease_s: 0.4)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with beating(run.folder, "7_0.0", "7"), pytest.raises(SlurmGPUError, match=r"task 7_0\.0 of .* one task in a job"):
+        job_entry.run_task_by_hand(run.folder, None, trust=True, own_array=False)
+    assert len(run.submissions()) == 1
+
+
+def test_a_task_starts_where_a_former_one_of_its_job_was_killed(run):
+    for changes in ({}, {"boot": own_id()["boot"], "pid": 1 << 22}):
+        beat(run, 1, **changes)
+        heartbeats.refuse_twin(run.folder, "7_0.0", "7", 0, 0.4)
+    (run.tasks / "7_0.0.alive").unlink()
+    heartbeats.refuse_twin(run.folder, "7_0.0", "7", 0, 0.4)
+    assert (run.tasks / "7_0.0.alive").read_text() == ""  # of two that begin at once, one makes it
 
 
 def test_two_clusters_that_give_the_same_id_have_a_heartbeat_each(tmp_path, monkeypatch):
