@@ -18,7 +18,7 @@ _STEP = re.compile(
 """srun where a command begins; prose has other words before it."""
 _READS_ARRAY_ID = re.compile(rf"(?m)\$\{{?{ARRAY_ID}\b|^{ARRAY_ID}$|[\"']{ARRAY_ID}[\"']")
 _FOR_EXAMPLE = (
-    ", for example --out fits/{id}, or give each call its own working folder, for example with "
+    ", for example --out fits/{id}. Where a call has many items, give it its own working folder, for example with "
     "bash -c 'cd \"$(mktemp -d)\" && …'."
 )
 _OVERLAPS = re.compile(r"--overlap|SLURM_OVERLAP")

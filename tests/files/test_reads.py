@@ -40,6 +40,7 @@ EXCEPTIONS = {
             "code/capture.py",
             "code/tracer.py",
             "code/present_files.py",
+            "code/started_modules.py",
             "slurm/commands.py",
             "slurm/queue.py",
         ),

@@ -526,6 +526,18 @@ def test_a_folder_into_which_each_call_writes_is_told_unless_an_option_says_anot
     assert not told_at_planning(folder, "under the same name")
 
 
+def test_a_launcher_in_the_project_hides_no_output_of_the_script_that_it_starts(tmp_path):
+    run = [".venv/bin/torchrun", *RUN["one.py"][1:]]
+    folder = make(tmp_path / "project", "one.py", run=run, texts=["a"])
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / run[0]).write_text("#!/usr/bin/python3\nfrom torch.distributed.run import main\nmain()\n")
+    (folder / run[0]).chmod(0o755)
+    with open(folder / "one.py", "a") as script:
+        script.write("TrainingArguments('out')\n")
+    [told] = told_at_planning(folder, "one.py writes into out in each call")
+    assert "own working folder" in told
+
+
 def test_a_file_that_a_function_of_the_script_puts_into_a_folder_is_not_told_as_the_same_in_each_call(tmp_path):
     writes = """
 def save_checkpoint(name):
@@ -971,10 +983,14 @@ def test_run_says_what_an_input_is_for(slurmgpu, tmp_path):
         (["/opt/bin/python3.11", "-W", "ignore", "-m", "llava.eval.model_vqa_loader", "{in}"], "model_vqa_loader"),
         (["accelerate", "launch", "--module", "lab.train", "--lr", "{lr}"], "train"),
         (["bash", "-c", 'cd "$1" && python -m whisperx a.wav', "bash", "{path}"], "whisperx"),
+        (["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lab.train", "{in}"], "train"),
         (["sort", "-m", "{path}"], "sort"),
     ],
 )
-def test_a_script_names_the_run(program, name):
+def test_a_script_names_the_run(program, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "train.py").touch()
     assert whole_run_file(["a.jsonl"], ["n:int32"], program, {})["run_dir"] == f"runs/{name}"
 
 

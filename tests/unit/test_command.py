@@ -17,6 +17,7 @@ import pytest
 
 from slurmgpu import Array, Item, ItemError, Json, Ragged, Retry, SlurmGPUError, TaskContext, Text
 from slurmgpu.code.present_files import PresentFiles
+from slurmgpu.code.started_modules import module_of
 from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError, WorkloadError
 from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
@@ -976,7 +977,7 @@ def test_the_module_that_an_interpreter_or_a_launcher_runs_is_found(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tool").mkdir()
     (tmp_path / "tool" / "run.py").touch()
-    found = programs.module_of(dict(enumerate(line.split())))
+    found = module_of(dict(enumerate(line.split())))
     assert found == (None if place is None else (place, "tool.run"))
 
 

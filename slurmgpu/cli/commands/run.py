@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from slurmgpu.cli import options
+from slurmgpu.code.started_modules import module_of, modules_in
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.json_values import is_utf8
@@ -23,7 +24,6 @@ USAGE = "--each FILE --col NAME:TYPE [OPTIONS] -- PROGRAM [ARGUMENTS]"
 PROGRAM = "slurmgpu.program"
 """The key of the program in Click's context."""
 SCRIPTS = (".py", ".sh", ".R", ".jl", ".pl", ".js")
-_OF_MODULE = re.compile(r"(?:python[\d.]*|torchrun|accelerate|deepspeed) (?:\S+ )*?(?:-m|--module) ([A-Za-z_][\w.]*\w)")
 
 
 class WithProgram(TyperCommand):
@@ -164,7 +164,8 @@ def _name_of(program: Sequence[str]) -> str:
     words = [word.strip("'\";") for text in program for word in text.split()]
     if script := next(filter(_is_script, words), None):
         return Path(script).stem
-    if module := _OF_MODULE.search(" ".join(words)):
+    texts = dict(enumerate(words))
+    if module := module_of(texts) or next(modules_in(texts), None):
         return module[1].rpartition(".")[2]
     return Path(*program[:1]).stem or "run"
 

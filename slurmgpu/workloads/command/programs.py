@@ -12,25 +12,11 @@ from itertools import count, takewhile
 from pathlib import Path
 
 from slurmgpu.code.locator import Locator
+from slurmgpu.code.started_modules import INTERPRETERS
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 
 _FIRST_BYTES = 256
 """How many bytes of a file Linux reads to find out how to run it: BINPRM_BUF_SIZE."""
-_RUNS = {
-    **dict.fromkeys((".R", ".r"), "Rscript"),
-    ".py": "python",
-    ".sh": "sh",
-    ".bash": "bash",
-    ".zsh": "zsh",
-    ".pl": "perl",
-    ".rb": "ruby",
-    ".jl": "julia",
-    ".lua": "lua",
-    ".js": "node",
-    ".mjs": "node",
-}
-"""The interpreter of a script by its suffix, where it is not executable."""
-_PYTHON = re.compile(r"python[\d.]*")
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|Rscript|julia|perl|ruby|lua|node|bash|sh|zsh")
 _BEFORE_IT = re.compile(r"env|nice|ionice|nohup|stdbuf|time|timeout|taskset|numactl")
 """Launchers that keep the files and the working folder for their program, unlike containers or ssh."""
@@ -39,10 +25,6 @@ _OF_CODE = re.compile(r"-\w*[ceE]|-m|--eval")
 """Options before a program as text, or the name of a module."""
 _LONGEST_ENTRY = 1 << 12
 _IMPORTED = re.compile(rb"(?m)^[ \t]*(?:from|import)[ \t]+([A-Za-z_]\w*)")
-_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
-"""Options of Python's whose value may be the next argument."""
-_OF_MODULE = frozenset({"-m", "--module"})
-_LAUNCHING = re.compile(r"torchrun|accelerate|deepspeed")
 RUN_MODULE = str(Path(__file__).with_name("run_module.py"))
 """The script that runs like `-m MODULE`, given FOLDER and MODULE, with the modules of FOLDER first."""
 
@@ -99,7 +81,7 @@ def _not_executable(program: str) -> str:
 
 
 def _or_by_name(program: str) -> str:
-    runs = _RUNS.get(Path(program).suffix)
+    runs = INTERPRETERS.get(Path(program).suffix)
     return f", or write {runs} {shlex.quote(program)} instead" if runs else ""
 
 
@@ -123,6 +105,11 @@ def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | 
     return f"its interpreter {shown}, which env looks for, is not on the PATH. Correct its #! line, or PATH."
 
 
+def is_launcher(program: str) -> bool:
+    """Whether a program is an interpreter, or starts one, by its name."""
+    return _LAUNCHER.fullmatch(Path(program).name) is not None
+
+
 def check_script(texts: Mapping[int, str]) -> None:
     """Refuse a command if the script for its interpreter or launcher does not exist.
 
@@ -130,11 +117,13 @@ def check_script(texts: Mapping[int, str]) -> None:
     are not checked. The launcher is the program, or the program after `env` and the like. Arguments of other programs
     are not checked: they may only look like a script, or name files in an image or on another machine.
     """
-    launcher = next((number for number in sorted(texts) if _LAUNCHER.fullmatch(Path(texts[number]).name)), None)
+    launcher = next((number for number in sorted(texts) if is_launcher(texts[number])), None)
     if launcher is None or not _keeps_place([texts.get(number) for number in range(launcher)]):
         return
     behind = takewhile(lambda text: text is not None, map(texts.get, count(launcher + 1)))  # up to a placeholder
-    script = next((text for text in behind if text and (_OF_CODE.fullmatch(text) or Path(text).suffix in _RUNS)), None)
+    script = next(
+        (text for text in behind if text and (_OF_CODE.fullmatch(text) or Path(text).suffix in INTERPRETERS)), None
+    )
     if script is None or script.startswith("-") or Path(script).is_file():
         return
     path = Path(script)
@@ -175,38 +164,3 @@ def _keeps_place(arguments: Sequence[str | None]) -> bool:
             return False
         former = text
     return True
-
-
-def module_of(texts: Mapping[int, str]) -> tuple[int, str] | None:
-    """The position and the name of the module below the working folder that the arguments run; None without one.
-
-    That is NAME in `python -m NAME`, `torchrun -m NAME`, `accelerate launch -m NAME`, `deepspeed --module NAME` and
-    `python -m torch.distributed.run -m NAME`.
-    """
-    places = iter(sorted(texts))
-    is_launched = False
-    for place in places:
-        text = texts[place]
-        if _PYTHON.fullmatch(Path(text).name) or _LAUNCHING.fullmatch(Path(text).name):
-            is_launched = bool(_LAUNCHING.fullmatch(Path(text).name))
-            break
-    for place in places:
-        text = texts[place]
-        if text in _OF_MODULE and (name := texts.get(place + 1)) is not None:
-            if file_of_module(name) is not None:
-                return place + 1, name
-            next(places, None)
-            is_launched = True  # torch.distributed.run, say
-        elif text in _WITH_VALUE and not is_launched:
-            next(places, None)
-        elif text == "-c" or (not text.startswith("-") and (not is_launched or Path(text).suffix in _RUNS)):
-            return None  # a script: what follows is its own
-    return None
-
-
-def file_of_module(name: str) -> Path | None:
-    """The file that `python -m NAME` runs, relative to the working folder; None if it is not below that."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        return None
-    path = Path(*name.split("."))
-    return next((file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()), None)

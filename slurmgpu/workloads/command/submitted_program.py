@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slurmgpu.code.importer import present_files
+from slurmgpu.code.started_modules import file_of_module, module_of
 from slurmgpu.util.sockets import free_port
 from slurmgpu.workloads.command.placeholders import CommandLine
-from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, entry_script, file_of_module, module_of
+from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, entry_script
 
 log = logging.getLogger(__name__)
 

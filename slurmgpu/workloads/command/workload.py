@@ -24,6 +24,7 @@ from pathlib import Path
 from slurmgpu.code.file_kinds import SCRIPTS
 from slurmgpu.code.importer import present_files
 from slurmgpu.code.locator import is_others
+from slurmgpu.code.started_modules import file_of_module, module_of
 from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError, WorkloadError
 from slurmgpu.shards.column_types import columns_of, types_of_rows
 from slurmgpu.util import cgroups, gpus
@@ -49,13 +50,7 @@ from slurmgpu.workloads.command.outputs import (
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, IN_FORMATS, OUT, START, content_of, parse
 from slurmgpu.workloads.command.printed_row import PrintedRow, is_metric
 from slurmgpu.workloads.command.process import SETTLE_S, CallFailedError, Child, DiedError
-from slurmgpu.workloads.command.programs import (
-    check_program,
-    check_script,
-    entry_script,
-    file_of_module,
-    module_of,
-)
+from slurmgpu.workloads.command.programs import check_program, check_script, entry_script, is_launcher
 from slurmgpu.workloads.command.sinks import OF_GPUS, Lines, OutputError, ToLog
 from slurmgpu.workloads.command.stream import Stream
 from slurmgpu.workloads.command.submitted_program import SubmittedProgram, inherited_environment
@@ -196,9 +191,10 @@ class Command:
         These are: files below the working folder, which is the run file's folder; files elsewhere whose names are
         those of code and that are not installed; the file of a module that Python or a launcher runs by
         `-m package.module`, with the files of its packages; the script of a program that imports the user's modules.
+        A launcher is none of them, also in an environment below the working folder.
         """
         here = Path.cwd().resolve()
-        found = [Path(text) for text in self._line.texts.values()]
+        found = [Path(text) for text in self._line.texts.values() if not is_launcher(text)]
         if (module := module_of(self._line.texts)) is not None and (file := file_of_module(module[1])) is not None:
             packages = [folder / "__init__.py" for folder in file.parents if folder != Path()]
             found = [file, *(path for path in packages if path.is_file()), *found]
