@@ -315,6 +315,8 @@ def _assumptions(submission: Submission, seen: Observed, *, queues: bool) -> lis
     ]
     if not queues and submission.n_concurrent > 1:
         said.append(f"the probe had this machine to itself; {submission.n_concurrent} tasks will share it")
+    if submission.shares_gpus:
+        said.append("tasks share GPUs, and each counts as if it had one of its own")
     if seen["gpu_peak_bytes"] or seen["host_peak_bytes"]:
         said.append("memory peaks come from samples some seconds apart")
     return said

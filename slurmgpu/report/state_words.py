@@ -91,8 +91,9 @@ def merge_words(status: Status) -> str:
     n_ended = sum(task["state"] == "ended" or task["silent"] for task in tasks)
     jobs = [job for job in status["queue"] or () if not job["n_tasks"]]
     at_work = any(job["state"] == "RUNNING" for job in jobs)
-    told = "the merge is running" if at_work else "waiting for the merge"
-    return f"{n_ended:,} of {count_of(len(tasks) + status['pace']['n_waiting'], 'task')} ended; {told}"
+    n_tasks = len(tasks) + status["pace"]["n_waiting"]
+    told = "waiting for the merge" if n_ended == n_tasks else "the merge follows the last one"
+    return f"{n_ended:,} of {count_of(n_tasks, 'task')} ended; {'the merge is running' if at_work else told}"
 
 
 def parting_words(status: Status) -> str:

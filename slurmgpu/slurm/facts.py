@@ -116,7 +116,10 @@ def _asked(what: str, ask: Callable[[], T], default: T, notes: list[str]) -> T:
 def _partitions() -> dict[str, Row]:
     lines = commands.run("scontrol", "--all", "--oneliner", "show", "partition").splitlines()
     rows = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
-    return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
+    found: dict[str, Row] = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
+    if not found:  # scontrol succeeds, and says on stderr that it may not
+        raise SlurmUnavailableError("scontrol shows no partition: slurm.conf may hide them (PrivateData).")
+    return found
 
 
 def _gpus() -> dict[str, list[dict[str, int]]]:

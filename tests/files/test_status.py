@@ -594,7 +594,7 @@ def test_a_task_that_is_requeued_as_its_node_died_is_one_task_of_those_the_merge
     change(ended_run, "4711_2.0", state="running", ended=None, failure=None)
     queues = [MERGE], [job("4711_2", "PENDING"), MERGE]
     words = [merge_words({**read_status(ended_run, queue, now=NOW + 900), "state": "merging"}) for queue in queues]
-    assert words == ["3 of 3 tasks ended; waiting for the merge", "2 of 3 tasks ended; waiting for the merge"]
+    assert words == ["3 of 3 tasks ended; waiting for the merge", "2 of 3 tasks ended; the merge follows the last one"]
     # Within the time in which a task may write nothing, Slurm knows that its node is dead.
     early, late = (read_status(ended_run, queue, now=NOW + 8) for queue in queues)
     assert merge_words({**late, "state": "merging"}) == words[1]

@@ -100,6 +100,11 @@ def test_a_steady_run_takes_its_start_and_its_share_of_the_shards():
     assert found["notes"] == []
 
 
+def test_a_forecast_says_that_tasks_share_gpus_which_count_whole():
+    said = "tasks share GPUs, and each counts as if it had one of its own"
+    assert [said in foretold(observed(), gres=gres)["assumptions"] for gres in ("shard:2", "gpu:2")] == [True, False]
+
+
 def test_parts_of_an_item_are_computed_at_once():
     found = foretold(observed(), n_tasks=8, n_concurrent=8, n_shards=2, parts=4)
     assert found["run_s"]["expected"] == 60.0 + 10 / 4

@@ -255,7 +255,7 @@ def test_a_line_says_what_the_walltimes_leave_unless_that_depends_on_the_queue(t
     for shard in range(900):
         run.shard_path(shard).touch()
     told = words_of(run, 600, [{**waiting, "reason": "JobArrayTaskLimit"}])
-    assert told.endswith("; 4 of 10 tasks ended; waiting for the merge; 6 pending (JobArrayTaskLimit)")
+    assert told.endswith("; 4 of 10 tasks ended; the merge follows the last one; 6 pending (JobArrayTaskLimit)")
 
 
 def test_a_log_has_a_line_at_news_and_one_after_minutes_without(tmp_path, monkeypatch):

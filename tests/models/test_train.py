@@ -164,6 +164,7 @@ def test_a_method_that_the_loop_cannot_call_is_refused_at_planning(tmp_path, bod
     [
         "    loss = None\n    def __init__(self, k='ce'):\n        self.loss, self.metrics = {'ce': self.ce}[k], []\n",
         "    def __init__(self):\n        self.loss, self.seen = self.ce, 0\n",
+        "    def __init__(self, /, k=1):\n        self.loss = self.ce\n",
         "    def loss(self): ...\n    def __init__(self):\n        self.loss: object = self.ce\n",
         "    a: int = 1\n    def __post_init__(self):\n        self.loss = self.ce\n",
     ],

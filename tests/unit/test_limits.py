@@ -258,6 +258,13 @@ def test_a_type_of_gpu_is_counted_alone():
     assert what_happens(asked, known)["h100 GPUs of partition gpu"].startswith("8 of its tasks")
 
 
+def test_partitions_that_slurm_hides_are_said_to_be_unknown(monkeypatch):
+    """With PrivateData=partitions scontrol of 22.05 prints nothing, and succeeds."""
+    monkeypatch.setattr(commands, "run", lambda *command: "")
+    notes = facts.read_facts({}, "lab").notes
+    assert notes[0].startswith("Limits of partitions are not known. scontrol shows no partition")
+
+
 @pytest.mark.parametrize(
     ("slurm", "partition", "qos", "hours"),
     [
@@ -289,7 +296,7 @@ def test_one_dead_command_costs_its_limits_alone(monkeypatch):
 
 def test_limits_that_are_not_enforced_are_not_shown(monkeypatch):
     monkeypatch.setattr(commands, "run", lambda *command, **environ: {"scontrol": "", "sinfo": ""}[command[0]])
-    assert "not enforced" in facts.read_facts({"AccountingStorageEnforce": "associations"}).notes[0]
+    assert "not enforced" in facts.read_facts({"AccountingStorageEnforce": "associations"}).notes[-1]
 
 
 COURSE = {**USERS, "Account": "course", "MaxSubmitJobs": "1"}

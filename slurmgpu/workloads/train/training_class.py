@@ -232,14 +232,14 @@ def _set_later(node: ast.ClassDef) -> set[str]:
     """The attributes of `self` that a class's body sets to more than a constant when an object is made."""
     found = set()
     for method in node.body:
-        if not isinstance(method, ast.FunctionDef) or method.name not in BEGIN or not method.args.args:
+        if not isinstance(method, ast.FunctionDef) or method.name not in BEGIN:
             continue
+        own = next((each.arg for each in (*method.args.posonlyargs, *method.args.args)), None)
         for each in ast.walk(method):
             if not isinstance(each, ast.Assign | ast.AnnAssign) or isinstance(each.value, ast.Constant | None):
                 continue
             targets = each.targets if isinstance(each, ast.Assign) else [each.target]
             parts = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Attribute))
-            own = method.args.args[0].arg
             found |= {part.attr for part in parts if isinstance(part.value, ast.Name) and part.value.id == own}
     return found
 
