@@ -185,7 +185,10 @@ class Slurm(Executor):
         return accounting.accounting_of(run, settled=settled)
 
     def jobs_completing(self, other: Run) -> tuple[str, ...]:
-        """The last merge job of the other run; one that was submitted by hand may not be recorded yet."""
+        """The last merge job of the other run; one that was submitted by hand may not be recorded yet.
+
+        By submission, not by id: behind MaxJobId ids begin again.
+        """
         merge_jobs = [line.get("merge_job") for line in other.submissions()]
         jobs = [job for job in queue.jobs_of(other) if job.is_merge or job.array_job in merge_jobs]
         if not jobs:
@@ -193,7 +196,9 @@ class Slurm(Executor):
                 f"{other.folder} is incomplete, and Slurm has no job that will complete it. "
                 f"Type `slurmgpu resubmit {other.typed}` first."
             )
-        return (max((job.array_job for job in jobs), key=int),)
+        recorded = [merge_jobs.index(job.array_job) for job in jobs if job.array_job in merge_jobs]
+        new = [job.array_job for job in jobs if job.array_job not in merge_jobs]
+        return (new[-1] if new else str(merge_jobs[max(recorded)]),)
 
     def wait_for(self, run: Run, others: Sequence[Run]) -> None:
         """The array waits for the merge jobs of now: one that has ended since did not find it in the queue."""

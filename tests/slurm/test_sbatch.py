@@ -367,6 +367,17 @@ def test_a_run_that_is_queued_stays_so_if_what_it_waits_for_cannot_be_asked_agai
     assert "Slurm has no job that will complete it" in caplog.text
 
 
+def test_the_last_merge_job_is_that_of_the_last_submission_also_where_ids_began_again(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 300.0)
+    run.record_submission({**run.last_submission(), "submission": 2, "array_job": "12", "merge_job": "13"})
+    line = run.submissions()[0]
+    jobs = [queue.QueuedJob(job, "PENDING", "", queue.MERGE_NAME, "/", "") for job in ("13", line["merge_job"])]
+    monkeypatch.setattr(queue, "jobs_of", lambda run: jobs)
+    assert Slurm().jobs_completing(run) == ("13",)
+    jobs.append(queue.QueuedJob("9", "PENDING", "", queue.MERGE_NAME, "/", ""))  # by hand, and not recorded yet
+    assert Slurm().jobs_completing(run) == ("9",)
+
+
 def test_a_waiting_job_that_slurm_does_not_change_keeps_no_other_from_the_next_merge(monkeypatch, caplog):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(queue, "own_jobs", list)
