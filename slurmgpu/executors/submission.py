@@ -159,9 +159,10 @@ def _wait(
 def merge_by_hand(run: Run, *, force: bool = False) -> Report:
     """Merge now and return the report; refused while the run has live tasks or queued jobs, unless `force`."""
     owners.refuse_unwritable(run, "merge it", merges=True)
-    with heeded(), run_lock(run.folder, "merging") as lock:
+    over = _locked_when_over(run, lambda: None, lambda: accounting_of(run), patient=False)
+    with heeded(), over as (lock, accounting):
         may_live = refuse_alive(run, "merge", force=force)
-        report, has_ended = _merge_and_end(run, accounting_of(run), lock, may_live=may_live)
+        report, has_ended = _merge_and_end(run, accounting, lock, may_live=may_live)
     if has_ended:
         _tell_end(run, report)
     return report
@@ -203,7 +204,12 @@ def _record_merge_job(run: Run, own_job: str) -> None:
 
 @contextlib.contextmanager
 def _locked_when_over(
-    run: Run, what_lives: Callable[[], str | None], ask: Callable[[], Accounting | None], level: int = logging.INFO
+    run: Run,
+    what_lives: Callable[[], str | None],
+    ask: Callable[[], Accounting | None],
+    level: int = logging.INFO,
+    *,
+    patient: bool = True,
 ) -> Iterator[tuple[Lock, Accounting | None]]:
     """Hold the run's lock once nothing is alive, and yield it with the answer of `ask` about all attempts.
 
@@ -213,7 +219,7 @@ def _locked_when_over(
     while True:
         _wait_for_end(what_lives, level)
         seen, accounting = _submissions_and_attempts(run), ask()
-        with run_lock(run.folder, "merging", patient=True) as lock:
+        with run_lock(run.folder, "merging", patient=patient) as lock:
             if what_lives() is None and _submissions_and_attempts(run) == seen:  # else another array was there
                 yield lock, accounting
                 return

@@ -13,6 +13,7 @@ import pytest
 from slurmgpu import results
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.executors import submission as submissions
 from slurmgpu.executors.submission import merge_by_hand
 from slurmgpu.merge import join
 from slurmgpu.merge import join as joins
@@ -22,6 +23,7 @@ from slurmgpu.report.build import is_complete, read_report
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.run.lock import run_lock
 from slurmgpu.run.recompute import Again, Recompute, read_recompute, recompute_path, write_recompute
 from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_over
 from slurmgpu.search.items import story_of_item
@@ -856,3 +858,15 @@ def test_a_full_disk_is_named_with_the_command_that_goes_on(run, monkeypatch):
 @pytest.mark.parametrize("option", ["--wait", "--json"])
 def test_what_makes_no_sense_beside_verify_is_refused(run, slurmgpu, option):
     assert f"Leave out {option}." in slurmgpu("merge", "--verify", option, run.folder, expect=2).stderr
+
+
+def test_a_merge_by_hand_asks_accounting_before_it_holds_the_lock(run, monkeypatch):
+    """Slurm may be silent for minutes, in which a task that joins the run would wait."""
+    publish_all(run)
+
+    def ask(run):
+        with run_lock(run.folder, "joining"):
+            return
+
+    monkeypatch.setattr(submissions, "accounting_of", ask)
+    assert merge_by_hand(run)["complete"]
