@@ -227,7 +227,7 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
     found: dict[str, list[Accounted]] = {}
     for job_id, state, elapsed, tres, node, exit_code, end in table("|", 7, "sacct", *asked):
         state = state.split(" ")[0].rstrip("+")  # "CANCELLED by 1000"
-        task, is_step, step = job_id.partition(".")
+        task, is_step, step = job_id.replace("+0", "", 1).partition(".")  # a hetjob's tasks have its first id
         if (ended := epoch(end)) is not None and ended < since.get(array_of(task), 0.0):
             continue
         if not is_step:
@@ -266,7 +266,7 @@ def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
             elapsed_s, n_gpus = int(seconds_of(told.get("RunTime", "")) or 0), int(gpus[1]) if gpus else 0
             last = Accounted(state, class_of_job(state), True, elapsed_s, n_gpus, told.get("NodeList", ""))
             before = [Accounted("REQUEUED", None, False, 0, 0, "")] * int(told.get("Restarts", "0"))
-            found[job_id if index is None else f"{job_id}_{index}"] = [*before, last]
+            found[told.get("JobId", job_id) if index is None else f"{job_id}_{index}"] = [*before, last]
     return found
 
 

@@ -334,6 +334,18 @@ def test_slurmctld_knows_who_ended_a_task_while_accounting_does_not(pretending, 
     assert [attempt["failure"] for attempt in attempts_of(run, known)] == ["cancelled", "preempted", "preempted"]
 
 
+def test_what_accounting_has_of_a_hetjobs_task_is_that_of_its_first_part_whose_id_all_have(pretending, tmp_path):
+    """sacct's and scontrol's answers of 22.05.8."""
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime())
+    lines = [f"4711+{part}|TIMEOUT|9|gres/gpu={part + 1}|gpu1|0:0|{now}" for part in (0, 1)]
+    pretending("sacct", "cat <<END\n" + "\n".join([*lines, f"4711+0.batch|CANCELLED|9|||0:15|{now}"]) + "\nEND")
+    assert [each.n_gpus for each in accounting._ask(run, commands.accounting)["4711_0"]] == [1]
+    jobs = [f"JobId={4711 + n} HetJobId=4711 JobState=TIMEOUT Restarts=0 EndTime={now} NumNodes={n}" for n in (0, 1)]
+    pretending("scontrol", "cat <<END\n" + "\n".join(jobs) + "\nEND")
+    assert [*commands.remembered(["4711"], {})] == ["4711", "4712"]
+
+
 def test_an_end_that_accounting_has_is_not_replaced(pretending, tmp_path):
     run = pretend_run(tmp_path / "run", 300, n_tasks=1)
     now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime())
