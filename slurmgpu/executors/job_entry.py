@@ -164,7 +164,7 @@ def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes:
 
 
 def run_merge(folder: Path, submission: int) -> None:
-    """The merge job of a submission; exits with 3 while the run is incomplete.
+    """The merge job of a submission; exits with 3, or more where Slurm would repeat it, while the run is incomplete.
 
     A signal, except SIGUSR2, ends it at once and leaves the run as it was; SIGTERM gives exit code 143.
     """
@@ -175,6 +175,7 @@ def run_merge(folder: Path, submission: int) -> None:
     try:
         with early_signals.heeded():
             code = merge_behind(Run.open(folder), submission)
+        code = code and commands.final_code(code)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except early_signals.EndedBySignalError:

@@ -285,6 +285,21 @@ def requeue_preempted(job_id: str) -> None:
             log.info("Slurm takes this allocation back, so the task waits in the queue again")
 
 
+def final_code(code: int) -> int:
+    """The exit code for a job that fails with `code` and is not to start again: another one, if Slurm would start it.
+
+    slurm.conf may name codes for all jobs (RequeueExit, RequeueExitHold). Before 23.11 they stand over --no-requeue.
+    """
+    try:
+        config = configuration()
+    except SlurmUnavailableError as error:
+        log.debug("%s", error)
+        return code
+    named = ",".join(config.get(key, "") for key in ("RequeueExit", "RequeueExitHold"))
+    spans = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:-(\d+))?", named)]
+    return next((n for n in range(code, 126) if not any(first <= n <= last for first, last in spans)), code)
+
+
 def _jobs_in(text: str) -> Iterator[dict[str, str]]:
     """The jobs in the output of `scontrol --oneliner show job`, without what follows the user's words in a line."""
     for line in text.splitlines():

@@ -346,6 +346,12 @@ def test_what_accounting_has_of_a_hetjobs_task_is_that_of_its_first_part_whose_i
     assert [*commands.remembered(["4711"], {})] == ["4711", "4712"]
 
 
+@pytest.mark.parametrize(("setting", "code"), [("1,3", 4), ("2-5", 6), ("30,1-2", 3), ("(null)", 3), ("0-255", 3)])
+def test_a_merge_job_ends_with_a_code_for_which_slurm_does_not_start_it_again(pretending, setting, code):
+    pretending("scontrol", f'echo "RequeueExit = (null)"; echo "RequeueExitHold = {setting}"')
+    assert commands.final_code(3) == code
+
+
 def test_an_end_that_accounting_has_is_not_replaced(pretending, tmp_path):
     run = pretend_run(tmp_path / "run", 300, n_tasks=1)
     now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime())
