@@ -329,7 +329,10 @@ def _link(partial: Path, target: Path) -> bool:
 
 
 def move(source: Path, target: Path) -> None:
-    """Move a file to `target`, also on another file system, and fsync it; succeeds also if the reply is lost."""
+    """Move a file to `target`, also on another file system, and fsync it; succeeds also if the reply is lost.
+
+    It gets the group that a file made there would have, where the folder hands on its group (setgid).
+    """
 
     def put() -> None:
         try:
@@ -341,7 +344,11 @@ def move(source: Path, target: Path) -> None:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 error.filename, error.filename2 = str(target), None  # an error of a copy names both, the source first
             raise
+        folder = target.parent.stat()
         with open(target, "rb") as moved:  # a copy, if it comes from another file system
+            if folder.st_mode & stat.S_ISGID and os.fstat(moved.fileno()).st_gid != folder.st_gid:
+                with contextlib.suppress(PermissionError):  # a file that is made there may belong to it, all the same
+                    os.fchown(moved.fileno(), -1, folder.st_gid)
             os.fsync(moved.fileno())
 
     retried(put)

@@ -10,7 +10,16 @@ import pytest
 
 from slurmgpu.util import shared_files
 from slurmgpu.util.atomic_files import write_bytes
-from slurmgpu.util.shared_files import UnusableFileError, exists, list_fresh, open_regular, read_bytes, remove, retried
+from slurmgpu.util.shared_files import (
+    UnusableFileError,
+    exists,
+    list_fresh,
+    move,
+    open_regular,
+    read_bytes,
+    remove,
+    retried,
+)
 from tests.support.failing import Failing
 
 
@@ -106,6 +115,20 @@ def test_what_is_gone_already_is_no_error(tmp_path):
     assert remove(tmp_path / "a")
     assert not remove(tmp_path / "a")
     assert not exists(tmp_path / "a")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a folder to a group that it is not in")
+def test_a_file_that_is_moved_into_a_projects_folder_belongs_to_its_group(tmp_path):
+    """As /tmp may be on the file system of the project, where a colleague with umask 007 could not read the file."""
+    os.chown(tmp_path, -1, 4242)
+    for name, mode in (("plain", 0o770), ("setgid", 0o2770)):
+        folder = tmp_path / name
+        folder.mkdir()
+        os.chown(folder, -1, 4242)
+        folder.chmod(mode)
+        (tmp_path / "a").write_text("x")
+        move(tmp_path / "a", folder / "a")
+    assert [(tmp_path / name / "a").stat().st_gid for name in ("plain", "setgid")] == [os.getgid(), 4242]
 
 
 def test_a_write_whose_reply_is_lost_has_happened(tmp_path, monkeypatch):
