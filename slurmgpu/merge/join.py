@@ -444,7 +444,7 @@ class _Merged:
             found = self._shards.examine(reader, part.source)
             if tuple(region.n_bytes for region in found.datasets) != part.sizes:
                 raise DamagedShardError("it was replaced while it was being joined")
-            if part.is_small and not again and (content := reader.whole()) is not None:
+            if part.is_small and (content := reader.whole()) is not None:
                 return self._copy_held(part, content, found, buffer)
             writers = self._writers(part, found)
             found.verify(reader, lambda path, content: self._put(writers[path], content))

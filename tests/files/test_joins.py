@@ -461,6 +461,34 @@ def test_a_join_that_has_lost_its_file_with_its_lock_ends_as_who_lost_that(tmp_p
     assert os.listdir(tmp_path) == ["00000.h5"]
 
 
+def test_a_join_whose_own_file_is_always_removed_ends(tmp_path):
+    def check():
+        for path in tmp_path.glob(".*.partial"):
+            path.unlink()
+
+    with pytest.raises(FileNotFoundError):
+        join_parts(write_parts(tmp_path, [0, 10]), tmp_path / "merged.h5", check=check)
+    assert os.listdir(tmp_path) == ["00000.h5"]
+
+
+@pytest.mark.parametrize("small_bytes", [4 << 10, 64 << 10])
+def test_a_shard_that_is_replaced_by_a_larger_one_moves_no_row_of_others(tmp_path, monkeypatch, small_bytes):
+    """It is measured before it is replaced, and copied after that."""
+    monkeypatch.setattr(join, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(join, "_SMALL_BYTES", small_bytes)
+    parts, copy_all = write_parts(tmp_path, [0, 10, 20, 30]), join._Merged.copy_all
+
+    def replaced(self, *given):
+        write(parts[1][1], 10, 20, rows=rows_of(30, 40))
+        return copy_all(self, *given)
+
+    monkeypatch.setattr(join._Merged, "copy_all", replaced)
+    joined = join_parts(parts, tmp_path / "merged.h5")
+    assert joined.damaged == ((1, "it was replaced while it was being joined"),)
+    assert datasets(tmp_path / "merged.h5")["index"].tolist() == [*range(10), *range(20, 30)]
+    assert verify_joined(tmp_path / "merged.h5") == []
+
+
 def test_a_shard_that_vanishes_is_missing(tmp_path):
     parts = write_parts(tmp_path, [0, 10, 20])
     parts[1][1].unlink()

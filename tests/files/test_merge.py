@@ -99,6 +99,7 @@ def merged_rows(run):
     """What merged.h5 holds: by index the value, None for a failed item."""
     with results.open(run.merged) as merged:
         indices, values, failed = merged.index[:], merged["twice"][:], merged.failed
+        assert indices.tolist() == sorted(indices)
         return {int(i): None if f else int(v) for i, v, f in zip(indices, values, failed, strict=True)}
 
 
