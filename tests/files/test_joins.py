@@ -20,6 +20,8 @@ from slurmgpu.run.lock import LockLostError
 from slurmgpu.shards import shard_file as shards
 from slurmgpu.shards.columns import Array, Text
 from slurmgpu.shards.names import shard_name
+from slurmgpu.shards.numbers import OFFSET_DTYPE
+from slurmgpu.shards.piece_table import OffsetsWriter
 from tests.support.nightly import by_night
 from tests.support.shard_files import (
     FINGERPRINT,
@@ -289,6 +291,20 @@ def test_a_shard_of_another_plan_is_left_out_and_named(tmp_path):
     assert "start" in reasons[2]
     assert "columns" in reasons[3]
     assert datasets(tmp_path / "merged.h5")["index"].tolist() == list(range(5))
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [[[1, 2, 5]], [[0, 3, 2, 5]], [[0, 3], [2, 5]], [[0, 2, 4]], [[0, 2, 6]], [[5, 5]]],
+    ids=["not from 0", "falling", "falling between chunks", "too few", "too many", "not from 0 and equal"],
+)
+def test_offsets_that_would_give_rows_the_values_of_others_are_damage(chunks):
+    """Their checksum may be right: whoever wrote them may have been wrong."""
+    writer = OffsetsWriter(lambda content, offset: None, position=0, base=0, n_values=5)
+    for chunk in chunks:
+        writer.write(np.array(chunk, OFFSET_DTYPE).tobytes())
+    with pytest.raises(shards.DamagedShardError, match="its offsets are not those of 5 values"):
+        writer.check()
 
 
 def test_a_merged_file_is_no_shard(tmp_path):

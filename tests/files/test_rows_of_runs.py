@@ -8,7 +8,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.merge import merge
 from slurmgpu.results.published import RunRows
 from slurmgpu.shards.columns import Array, Text
-from slurmgpu.shards.userblock import Reader, read_userblock
+from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
 from tests.support.published_runs import publish, published_run
 from tests.support.shard_files import changed
 
@@ -73,6 +73,19 @@ def test_a_damaged_shard_is_named_and_costs_its_own_rows_alone(tmp_path):
         for _ in range(2):
             assert len(list(rows.rows())) == 13
         assert (len(rows), rows.present(), len(rows.problems)) == (13, [(0, 10), (20, 23)], 2)
+
+
+def test_a_shard_that_says_it_has_fewer_rows_than_it_has_costs_its_own_rows_alone(tmp_path):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS)
+    path = run.shard_path(1)
+    with Reader(path) as reader:
+        directory, _, size = read_userblock(reader)
+    path.write_bytes(pack_userblock({**directory, "n_rows": 4}, size) + path.read_bytes()[size:])
+    indices, _, problems = told(run)
+    assert indices == [*range(5), *range(10, N_ITEMS)]
+    assert "it has 4 rows for 5 items" in problems[0]
+    merge(run)
+    assert told(run)[0] == indices
 
 
 def test_a_run_without_rows_has_none_and_a_foreign_merged_file_is_refused(tmp_path):
