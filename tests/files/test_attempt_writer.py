@@ -135,6 +135,7 @@ WAITING = (claim(1), claim(4, 5))  # the first shard waits for the second
         ([*WAITING, gives_back(9), publishes(9, 4, 5), (12, "end")], 3, 0),  # a sample, and another task computes it
         ([*WAITING, gives_back(9), publishes(9, 4, 5), claim(9), publishes(12, 9), (12, "end")], 3, 0),
         ([*WAITING, gives_back(9), gives_back(9, 5), (12, "end")], 8, 0),
+        ([*WAITING, gives_back(9, 5), publishes(9, 1), (12, "end")], 5, 0),  # the first one is still being written
         ([claim(1), gives_back(4, 5), publishes(5, 1), (6, "end")], 0, 0),  # it was only claimed ahead
     ],
 )

@@ -31,6 +31,10 @@ from slurmgpu.shards.columns import Array, Text, columns_to_json
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.shards.shard_file import read_directory, verify_shard, write_shard
 from slurmgpu.shards.userblock import Reader
+from slurmgpu.worker.assignment import Assignment
+from slurmgpu.worker.call_failures import Failure
+from slurmgpu.worker.computer import Computed
+from slurmgpu.worker.publisher import ComputedShard, Publisher
 from tests.support.failing import put
 
 COLUMNS = {"twice": Array("int64"), "word": Text()}
@@ -396,6 +400,18 @@ def test_no_error_takes_the_place_of_a_good_row(run):
     publish(run, 3, sign=-1)
     assert merge(run)["n_errors"] == 0
     assert merged_rows(run) == {**ALL_GOOD, **{i: -2 * i for i in range(15, 20)}}
+
+
+def test_a_revision_names_as_its_own_the_rows_that_it_replaced(run):
+    """An item of it failed, which had a good row."""
+    publish_all(run)
+    write_recompute(run.folder, Recompute(2, {1: Again(1, [(6, 8)])}))
+    publisher = Publisher(run.computing(2), Assignment("2_0", "2_0.0"), COLUMNS, print, lambda: None, False)
+    publisher.read_former(1, 1)
+    publisher.begin(ComputedShard(1, Computed({6: Failure("item_error", "bad"), 7: row(7, -1)}), 2.0, 1.0, None))
+    assert read_directory(run.revision_path(1, 1)).made_by["revisions"][0]["items"] == [[7, 8]]
+    merge(run)
+    assert merged_rows(run) == {**ALL_GOOD, 7: -14}
 
 
 def test_shards_that_are_gone_are_taken_from_the_former_merged_file(run):

@@ -8,6 +8,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.merge import merge
 from slurmgpu.results.published import RunRows
 from slurmgpu.shards.columns import Array, Text
+from slurmgpu.shards.shard_file import DamagedShardError, Directory
 from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
 from tests.support.published_runs import publish, published_run
 from tests.support.shard_files import changed
@@ -73,6 +74,29 @@ def test_a_damaged_shard_is_named_and_costs_its_own_rows_alone(tmp_path):
         for _ in range(2):
             assert len(list(rows.rows())) == 13
         assert (len(rows), rows.present(), len(rows.problems)) == (13, [(0, 10), (20, 23)], 2)
+
+
+def test_bytes_of_a_shard_that_were_wrong_once_are_read_again(tmp_path, monkeypatch):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS)
+    reads, real = [], Directory.verify
+
+    def verify(self, *given):
+        reads.append(self.start)
+        if reads == [0, 5]:
+            raise DamagedShardError("the checksum of twice differs")
+        real(self, *given)
+
+    monkeypatch.setattr(Directory, "verify", verify)
+    assert told(run) == (list(range(N_ITEMS)), ROWS, [])
+    assert reads == [0, 5, 5, 10, 15, 20]
+
+
+def test_shards_of_the_run_that_another_extends_are_read(tmp_path):
+    former = published_run(tmp_path / "former", COLUMNS, ROWS[:10])
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[2], extends=[former.plan.fingerprint])
+    for shard in range(2):
+        run.shard_path(shard).write_bytes(former.shard_path(shard).read_bytes())
+    assert told(run) == (list(range(15)), ROWS[:15], [])
 
 
 def test_a_shard_that_says_it_has_fewer_rows_than_it_has_costs_its_own_rows_alone(tmp_path):
