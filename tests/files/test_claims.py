@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 from slurmgpu.run.claims import UNOWNED, UNREADABLE, Claim, Claims, Watch
+from slurmgpu.run.records import Attempt
+from slurmgpu.task.leases import Leases
 from tests.support.failing import TRANSIENT, Failing
+from tests.support.runs import planned_run
 
 
 def owner(name: str) -> Claim:
@@ -282,3 +285,18 @@ def test_what_lies_where_a_claim_should_be_costs_itself_alone(claims, kind):
     assert claims.take_over(3, UNOWNED, owner("1_0"))
     assert claims.read(3) == owner("1_0")
     assert claims.clear() == [3, 4]
+
+
+def test_a_task_gives_back_what_its_workers_claimed_unless_it_is_published_or_anothers(tmp_path):
+    run = planned_run(tmp_path / "run", shard_items=10)
+    leases = Leases(run, Attempt("7", 0), "here")
+    for shard in range(4):
+        assert run.claims.take(shard, leases.claim)
+        leases.add(shard)
+    leases.let_go(0)  # it is published
+    assert leases.leave(1)
+    assert run.claims.take_over(2, run.claims.read(2), owner("8_0"))
+    assert not leases.leave(2)
+    assert leases.hold_all() == [1, 2, 3]  # its next worker looks which of them it still holds
+    leases.give_back()
+    assert [(shard, claim.attempt) for shard, claim in run.claims.held()] == [(0, "7_0.0"), (2, "8_0.0")]

@@ -8,8 +8,10 @@ from slurmgpu.errors import WorkerBrokenError
 from slurmgpu.loader.adapted import adapt
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
+from slurmgpu.run.records import Attempt
 from slurmgpu.shards.columns import Array
 from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
+from slurmgpu.task.supervisor import Task
 from slurmgpu.util import cgroups
 from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import Computer
@@ -192,3 +194,36 @@ def test_an_item_that_kills_in_a_part_of_a_batch_is_quarantined_as_in_a_whole_on
     failed = {index: row.kind for index, row in rows.items() if isinstance(row, Failure)}
     assert failed[6] == "crash"
     assert len(failed) == n_failed
+
+
+def claims(shard):
+    return {"event": "claim", "shard": shard, "idle_s": 0.0}
+
+
+def breaks(*, blames_items):
+    return {"event": "broken", "message": "no files are left", "blames_items": blames_items}
+
+
+BATCH = {"event": "batch", "items": [4, 5], "isolated": False, "ahead": None}
+PUBLISHED = {"event": "published", "items": 8, "errors": {}, "started": 0.0, "seconds": 1.0, "won": True, "revision": 0}
+
+
+@pytest.mark.parametrize(
+    ("events", "items"),
+    [
+        ([BATCH], [4, 5]),
+        ([BATCH, {"event": "waiting", "seconds": 9.0, "items": 2}], None),
+        ([BATCH, {"event": "left", "shard": 0}], None),
+        ([BATCH, breaks(blames_items=True)], [4, 5]),
+        ([BATCH, breaks(blames_items=False)], None),
+        ([BATCH, {**PUBLISHED, "shard": 0}], None),
+        ([BATCH, {**PUBLISHED, "shard": 1}], [4, 5]),  # the one before, by another thread
+    ],
+    ids=["in a call", "between tries", "left", "broken by it", "broken before", "published", "another published"],
+)
+def test_the_items_in_flight_are_those_of_the_call_that_a_worker_is_in(run, events, items):
+    task = Task(run, Attempt("7", 0, device="cpu"))
+    for event in (claims(0), *events):
+        task.handle(event)
+    death, _ = task._deaths.add_death(-signal.SIGKILL, was_oom=False, held={})
+    assert death.get("items") == items
