@@ -14,8 +14,10 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import job_entry, live_tasks
 from slurmgpu.executors.slurm import Slurm
+from slurmgpu.executors.submission import merge_by_hand
 from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.run import heartbeats
+from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer, beating
 from slurmgpu.run.submissions import directory_id
@@ -165,6 +167,15 @@ def test_of_ones_own_cluster_the_queue_tells_and_nothing_is_watched(run, monkeyp
     assert live_tasks.alive(run) is None
 
 
+def test_a_task_that_was_requeued_after_the_end_of_its_submission_is_alive(run, monkeypatch):
+    run.record_submission({**run.submissions()[0], "executor": "slurm", "array_job": "7", "cluster": "here"})
+    job = queue.QueuedJob("7_0", "RUNNING", "None", "slurmgpu:run", "/", str(run.logs / "submission_file_7.sh"))
+    monkeypatch.setattr(queue, "own_cluster", lambda: "here")
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): [job])
+    beat(run, 1, **own_id(), cluster="here", uid=os.getuid())
+    assert live_tasks.alive(run).endswith(" is alive")
+
+
 def queued_on(run, monkeypatch, **line):
     """A submission of Slurm's of which the queue here has nothing."""
     first = {key: value for key, value in run.submissions()[0].items() if key not in ("uid", "pids")}
@@ -182,6 +193,27 @@ def test_a_run_of_a_sweep_that_cannot_be_cancelled_keeps_no_other_from_it(run, t
     assert [name for name, _ in found] == [run.name, "other"]
     assert "'gone'" in str(found[0][1])
     assert found[1][1] == ""
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_job_that_cannot_be_cancelled_keeps_no_other_from_it(run, tmp_path, monkeypatch, is_silent):
+    """The request for all jobs fails, so each run has its own, unless Slurm does not answer at all."""
+    other = pretend_run(tmp_path / "other", 10, n_tasks=1)
+    asked = []
+
+    def cancel_jobs(executor, jobs):
+        asked.append(list(jobs))
+        if "7" in jobs:
+            raise commands.SlurmUnavailableError("scancel failed", is_silent=is_silent)
+
+    for each in (run, other):
+        queued_on(each, monkeypatch, cluster="here", uid=os.getuid())
+    monkeypatch.setattr(Slurm, "jobs_to_cancel", lambda executor, each, *_: ["7" if each.folder == run.folder else "8"])
+    monkeypatch.setattr(Slurm, "cancel_jobs", cancel_jobs)
+    found = [done for _, done in live_tasks.cancel_all([run, other])]
+    assert "scancel failed" in str(found[0])
+    assert asked == ([["7", "8"]] if is_silent else [["7", "8"], ["7"], ["8"]])
+    assert ("scancel failed" in str(found[1])) if is_silent else (found[1] == "Slurm jobs 8")
 
 
 def test_an_unexpected_error_at_one_run_leaves_no_job_of_an_earlier_one_behind(run, tmp_path, monkeypatch):
@@ -213,6 +245,18 @@ def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes
     live_tasks.refuse_alive(run, "resubmit")
 
 
+def test_where_processes_are_hidden_a_lease_that_is_renewed_is_a_sign_of_life(run, monkeypatch):
+    """Of a task whose heartbeat could not be written. A parked claim has no owner."""
+    run.record_submission({**run.submissions()[0], **ELSEWHERE, "submission": 2, "state": "running", "pids": [1]})
+    claim = Claim("7_0", "7_0.0", "gpu1", 1)
+    assert run.claims.take(3, claim)
+    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: run.claims.renew(3, claim))
+    assert live_tasks.alive(run) == "tasks renew their leases"
+    run.claims.park(3, claim)
+    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: pytest.fail("nobody is waited for"))
+    assert live_tasks.alive(run) is None
+
+
 def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, monkeypatch):
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     beat(run, 1, cluster="here", **own_id())  # of its own array, which is over: Slurm has started the merge
@@ -242,6 +286,12 @@ def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monke
     with pytest.raises(SlurmGPUError, match=r"The run's jobs in the queue are unknown.* --force"):
         live_tasks.refuse_alive(run, "merge")
     live_tasks.refuse_alive(run, "merge", force=True)
+
+
+def test_a_forced_merge_ends_submissions_whose_jobs_are_not_seen_here(run, monkeypatch):
+    queued_on(run, monkeypatch, cluster="there", uid=os.getuid())
+    merge_by_hand(run, force=True)
+    assert [line["state"] for line in run.submissions()] == ["ended", "ended"]
 
 
 def test_force_merges_under_a_task_that_beats(run, slurmgpu):

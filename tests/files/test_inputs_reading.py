@@ -143,6 +143,7 @@ def test_no_bytes_stop_the_other_items(data: st.DataObject, suffix: str) -> None
         (".csv", b'a\n""\n" "\n', [{"a": ""}, {"a": " "}]),
         (".csv", b'"a\n","b"""\n1,2\n', [{"a\n": "1", 'b"': "2"}]),
         (".csv", b",b\n1,2", [{"": "1", "b": "2"}]),
+        (".csv", b"a;b,c\n1,2\n", [{"a;b": "1", "c": "2"}]),
         (".csv", b"a,b\n1,\n,\n", [{"a": "1", "b": ""}, {"a": "", "b": ""}]),
     ],
 )

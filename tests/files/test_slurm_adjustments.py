@@ -6,7 +6,7 @@ from slurmgpu.executors import slurm_adjustments
 from slurmgpu.report.attempts import Accounted
 from slurmgpu.report.build import retriable
 from tests.files.test_status import change, report_of, submit_again
-from tests.support.pretend_runs import pretend_run
+from tests.support.pretend_runs import BEGIN, pretend_run
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,31 @@ def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, monke
     options, _, notes = slurm_adjustments.learn(run, run.last_submission(), {}, {})
     assert options.get("mem") == memory
     assert bool(notes) is (memory is not None)
+    submit_again(run)
+    assert slurm_adjustments.learn(run, run.last_submission(), {}, {}) == ({}, [], [])  # nothing has failed since
+
+
+@pytest.mark.parametrize(
+    ("failure", "nodes", "third", "excluded"),
+    [
+        ("container", "112", {"failure": None}, ["gpu1"]),
+        ("container", "111", {"failure": "lost"}, ["gpu1"]),
+        ("container", "123", {"failure": "lost"}, []),
+        ("container", "123", {"failure": None}, ["gpu1", "gpu2"]),
+        ("container", "123", {"failure": "lost", "published": [[0, BEGIN, 1.0, True]]}, ["gpu1", "gpu2"]),
+        ("gpu_fault", "123", {"failure": "lost"}, ["gpu1", "gpu2"]),
+    ],
+)
+def test_nodes_that_fail_alike_are_excluded_only_if_another_node_works(
+    tmp_path, monkeypatch, failure, nodes, third, excluded
+):
+    """Two tasks failed and blame their nodes, the third one does not blame its own."""
+    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+    run = pretend_run(tmp_path / "run", 60, n_tasks=3)
+    for task, node in enumerate(nodes):
+        told = {"failure": failure, "bad_node": f"gpu{node}"} if task < 2 else third
+        change(run, f"4711_{task}.0", state="ended", ended=BEGIN + 60, node=f"gpu{node}", **{"published": [], **told})
+    assert slurm_adjustments.learn(run, run.last_submission(), {}, {})[1] == excluded
 
 
 def test_what_left_no_record_counts_for_the_submission_of_its_job_alone(tmp_path, monkeypatch):
@@ -31,14 +56,17 @@ def test_what_left_no_record_counts_for_the_submission_of_its_job_alone(tmp_path
     monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: accounting)
 
     def learnt():
-        return slurm_adjustments.learn(run, {**run.last_submission(), "exclude": []}, {"mem": "800M"}, {})[:2]
+        given = {"mem": "800M", "partition": "long"}
+        options, exclude, _ = slurm_adjustments.learn(run, {**run.last_submission(), "exclude": []}, given, {})
+        assert options["partition"] == "long"
+        return options["mem"], exclude
 
-    assert learnt() == ({"mem": "1200M"}, ["gpu9"])
+    assert learnt() == ("1200M", ["gpu9"])
     submit_again(run)
-    assert learnt() == ({"mem": "800M"}, [])
+    assert learnt() == ("800M", [])
     assert not retriable(report_of(run, accounting=accounting))  # its user cancelled it before a task had started
     accounting["4800_0"] = accounting.pop("4711_8")
-    assert learnt() == ({"mem": "1200M"}, [])
+    assert learnt() == ("1200M", [])
     assert retriable(report_of(run, accounting=accounting))
 
 

@@ -159,6 +159,7 @@ def test_a_prompt_has_a_length_to_sort_by_also_where_an_item_has_none():
         ("It is hate, surely", "hate"),
         ("ok or hate", None),  # one of several would be a guess
         ("ok, hate\nso\nok", "ok"),  # the last line alone is one
+        ("ok, hate\nso\nok\n \n", "ok"),
         ("hateful", None),
         ("non-hate", None),
         ("", None),

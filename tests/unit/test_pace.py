@@ -2,7 +2,7 @@
 
 import pytest
 
-from slurmgpu.report.pace import pace_of
+from slurmgpu.report.pace import pace_of, rate_of
 from slurmgpu.report.queued import still_waiting
 from tests.support.pretend_runs import BEGIN, Pretended
 
@@ -233,6 +233,16 @@ def test_what_lies_between_very_short_shards_counts_as_well(steady):
         record["published"] = [[shard, now - 10 + shard, 0.1, True] for shard in range(10)]  # one in a second
         record |= {"shard_started": now, "shard_done": 0, "updated": now, "shard": 99}
     assert pace_of(plan, records, published, None, now).items_per_s == pytest.approx(4 * 16, rel=0.1)
+
+
+def test_a_rate_covers_the_last_three_shards_if_they_take_long(steady):
+    [record, *_], _ = steady.records(1000)
+    took = [9000.0, 400.0, 600.0, 800.0]
+    record["published"] = [[n, BEGIN + sum(took[:n]), seconds, True] for n, seconds in enumerate(took)]
+    record |= {"shard": None, "shard_started": None}
+    assert rate_of(steady.plan(), record) == pytest.approx(3 * 16 / 1800)
+    record["published"] = [[0, BEGIN, 0.0, True]]  # by a clock that was set back
+    assert rate_of(steady.plan(), record) is None
 
 
 @pytest.mark.parametrize(
