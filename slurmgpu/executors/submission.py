@@ -275,14 +275,12 @@ def _merge_and_end(
         report = merge.merge(run, accounting, lock.check, may_live=may_live)
     lock.check()
     forget_dead_tasks(run)
-    open_ones = [line for line in run.submissions() if line["state"] != "ended" and not (may_live and _is_here(line))]
+    open_ones = [
+        line for line in run.submissions() if line["state"] != "ended" and not (may_live and processes_here(line))
+    ]
     for line in open_ones:
         run.record_submission({"submission": line["submission"], "state": "ended"})
     return report, any(line["state"] != "refused" for line in open_ones)
-
-
-def _is_here(line: SubmissionLine) -> bool:
-    return is_of_processes(line) and bool(processes_here(line))
 
 
 def merge_orphaned(run: Run, number: int) -> None:

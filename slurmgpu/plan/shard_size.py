@@ -36,7 +36,7 @@ def shard_size(
     part = -(-n_items // n_tasks)
     n_shards, n_shares = -(-n_items // size), -(-n_items // part)
     note = None
-    if n_shards < n_tasks and n_shares > n_shards:
+    if n_shares > n_shards:  # at most n_tasks
         note = (
             f"{count_of(n_items, 'item')} are cut into {count_of(n_shares, 'shard')} of {part:,} (instead of "
             f"{n_shards:,} of {size:,}), so that {n_shares:,} tasks have one each; shard_items sets another size."
