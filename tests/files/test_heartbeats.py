@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import job_entry, live_tasks
+from slurmgpu.executors import job_entry, live_tasks, submission
 from slurmgpu.executors.slurm import Slurm
-from slurmgpu.executors.submission import merge_by_hand
 from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.run import heartbeats
 from slurmgpu.run.claims import Claim
@@ -22,7 +22,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer, beating
 from slurmgpu.run.submissions import directory_id
 from slurmgpu.slurm import commands, queue
-from slurmgpu.util.pids import own_id
+from slurmgpu.util.pids import own_id, processes
 from tests.cluster.fixture import leave_out
 from tests.support.images import NOBODY
 from tests.support.pretend_runs import pretend_run
@@ -195,6 +195,14 @@ def test_a_run_of_a_sweep_that_cannot_be_cancelled_keeps_no_other_from_it(run, t
     assert found[1][1] == ""
 
 
+def test_of_several_runs_those_of_this_machine_are_cancelled_as_well(run):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        ids = {**own_id(), **processes([os.getpid(), process.pid]), "time": time.time()}
+        run.record_submission({**run.submissions()[0], "submission": 2, "state": "running", **ids})
+        assert list(live_tasks.cancel_all([run])) == [(run, f"processes {process.pid}")]
+        assert process.wait(200) == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_job_that_cannot_be_cancelled_keeps_no_other_from_it(run, tmp_path, monkeypatch, is_silent):
     """The request for all jobs fails, so each run has its own, unless Slurm does not answer at all."""
@@ -288,9 +296,23 @@ def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monke
     live_tasks.refuse_alive(run, "merge", force=True)
 
 
+def test_a_merge_asks_again_if_a_task_or_a_submission_came_while_it_asked(run, monkeypatch):
+    monkeypatch.setattr(submission.time, "sleep", lambda seconds: None)
+    first, seen, lives = run.submissions()[0], [], [None, "a task is alive", "a task is alive", None]
+
+    def asks():
+        seen.append(len(run.submissions()))
+        if len(seen) == 2:
+            run.record_submission({**first, "submission": 2})
+
+    with submission._locked_when_over(run, lambda: lives.pop(0) if lives else None, asks):
+        pass
+    assert seen == [1, 1, 2]
+
+
 def test_a_forced_merge_ends_submissions_whose_jobs_are_not_seen_here(run, monkeypatch):
     queued_on(run, monkeypatch, cluster="there", uid=os.getuid())
-    merge_by_hand(run, force=True)
+    submission.merge_by_hand(run, force=True)
     assert [line["state"] for line in run.submissions()] == ["ended", "ended"]
 
 

@@ -91,6 +91,9 @@ def test_what_is_no_file_or_has_no_suffix_is_no_item(tmp_path: Path) -> None:
         archive.add(tmp_path / "d.jpg", "d.jpg")
         for name in ("a.jpg", "b.jpg", "README", "b.txt", ".hidden.jpg", "c/.hidden.jpg"):
             archive.addfile(tarfile.TarInfo(name))
+        link = tarfile.TarInfo("LATEST")
+        link.type, link.linkname = tarfile.SYMTYPE, "README"
+        archive.addfile(link)
     found = read(planned("a.tar", tmp_path), tmp_path)
     assert found == [{"__key__": "a", "jpg": b""}, {"__key__": "b", "jpg": b"", "txt": ""}]
 

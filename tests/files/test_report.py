@@ -229,6 +229,10 @@ def test_what_a_task_published_between_its_last_word_and_its_death_is_its_own(ru
     assert row["spent"]["lost"] < was["spent"]["lost"]
     assert sum(row["spent"][kind] for kind in KINDS) == pytest.approx(row["seconds"])
     assert [a for a in report["attempts"] if a is not row] == [a for a in before["attempts"] if a is not was]
+    # Also if another attempt has recorded that it was late with this shard.
+    [late] = [record for record in run.attempts() if record["attempt"] == "4711_0.0"]
+    change(run, "4711_0.0", published=[*late["published"], [shard, late["started"], 58.0, False]])
+    assert [a["shards"] for a in reported(run, errors=())["attempts"] if a["attempt"] == "4711_1.0"] == [row["shards"]]
 
 
 def test_of_attempts_that_do_not_live_the_report_knows_best_what_became_of_them(run):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slurmgpu.executors import slurm_adjustments
+from slurmgpu.executors import slurm_adjustments, submission
 from slurmgpu.report.attempts import Accounted
 from slurmgpu.report.build import retriable
 from tests.files.test_status import change, report_of, submit_again
@@ -76,3 +76,13 @@ def test_a_round_that_was_refused_is_made_again_by_a_merge_job_that_is_requeued(
     assert retriable(report_of(run, accounting=accounting))
     submit_again(run, state="refused")
     assert retriable(report_of(run, accounting=accounting))
+
+
+def test_a_merge_leaves_the_rest_to_a_later_submission_only_if_slurm_took_it(tmp_path):
+    run = pretend_run(tmp_path / "run", 10_000)
+    first = run.last_submission()
+    submit_again(run, state="refused")
+    run.record_submission({**first, "submission": 3, "by_hand": True})  # its user merges it
+    assert submission._later(run, first) is None
+    run.record_submission({**first, "submission": 4})
+    assert submission._later(run, first)["submission"] == 4

@@ -182,6 +182,8 @@ def test_rows_that_stay_while_others_of_their_shard_are_computed_again_count_as_
     status = read_status(run, now=NOW + 5)
     assert status["n_items_done"] == before["n_items_done"] - 3
     assert status["n_shards_done"] == before["n_shards_done"] - 1
+    run.record_submission({"submission": 1, "state": "ended", "cancelled": True})  # and the rows stay
+    assert read_status(run, now=NOW + 5)["n_items_done"] == before["n_items_done"]
 
 
 def test_the_list_of_items_that_are_computed_again_is_parsed_once(run, monkeypatch):
@@ -390,6 +392,7 @@ def test_a_refused_submission_leaves_the_report_in_force(ended_run):
     merged = ended_run.submissions()
     ended_run.record_submission({"submission": 1, "state": "ended"})
     assert is_told(ended_run.submissions(), merged, [])
+    assert not is_told(ended_run.submissions(), merged, [job("4711_0", "RUNNING")])  # it was requeued
     ended_run.record_submission({**merged[0], "submission": 2, "state": "refused"})
     assert is_told(ended_run.submissions(), merged, [])
     ended_run.record_submission({"submission": 2, "state": "ended"})

@@ -189,6 +189,17 @@ def test_what_had_ended_before_a_run_was_submitted_was_another_job_with_its_id(p
     }
 
 
+def test_accounting_is_asked_for_the_jobs_of_this_cluster_alone(pretending, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    run = pretend_run(tmp_path / "run", 300, n_tasks=2)
+    first = run.submissions()[0]
+    run.record_submission({"submission": 1, "cluster": "here"})
+    run.record_submission({**first, "submission": 2, "cluster": "there", "array_job": "99"})
+    pretending("sacct", f"echo \"$@\" > {tmp_path}/asked; echo '4711_0|RUNNING|300||gpu1|0:0|Unknown'")
+    assert list(accounting.accounting_of(run)) == ["4711_0"]
+    assert (tmp_path / "asked").read_text().endswith("--jobs 4711\n")
+
+
 @pytest.mark.parametrize(
     ("state", "failure"),
     [
@@ -212,6 +223,18 @@ def test_of_an_array_that_has_no_merge_job_the_queue_says_when_it_has_ended(pret
     run.record_submission({"submission": 1, "state": "submitting"})  # its merge job was refused
     assert queue.queued_jobs(run) == []
     run.record_submission({"submission": 1, "state": "ended"})
+    assert queue.queued_jobs(run) is None
+
+
+def test_an_empty_queue_tells_of_a_submission_here_after_one_on_another_cluster(pretending, tmp_path):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    first = run.submissions()[0]
+    run.record_submission({"submission": 1, "cluster": "there", "state": "ended"})
+    run.record_submission({**first, "submission": 2, "cluster": "here", "array_job": "12", "merge_job": "13"})
+    pretending("squeue", "true")
+    pretending("scontrol", "echo 'ClusterName = here'")
+    assert queue.queued_jobs(run) == []
+    run.record_submission({"submission": 2, "cluster": "there"})
     assert queue.queued_jobs(run) is None
 
 
@@ -242,6 +265,8 @@ def test_where_squeue_does_not_answer_the_queue_is_that_of_before_and_no_task_wa
     pretending("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
     queue_of = registry.queued_jobs(run, queue_of)
     assert reader.read(queue_of, now=heard + 40)["pace"]["n_waiting"] == 0
+    pretending("squeue", "true")
+    assert registry.queued_jobs(run, queue_of) == []
 
 
 def test_an_array_without_a_merge_job_that_cannot_be_cancelled_is_told_with_one_advice(pretending, tmp_path):
