@@ -70,7 +70,6 @@ class TopK:
         sizes[:, :k], lines[:, :k] = sizes.gather(1, order), lines.gather(1, order)
         shares[:, :k] = shares.take_along_dim(order[:, :, None], 1)
         sizes[:, k:], lines[:, k:] = 0, -1
-        shares[:, k:] = 0
         self._filled[rows] = self._filled[rows].clamp(max=k)
         self._bounds[rows] = self._bounds[rows].maximum(sizes[:, k - 1])
 

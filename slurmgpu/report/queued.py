@@ -96,7 +96,7 @@ def startable(queue: Queue, living: Iterable[BriefRecord]) -> list[tuple[Job, in
 
     squeue gives one reason and one start time for all of them: those of the first.
     """
-    at_work = {array_task(job) for job in queue if job["n_tasks"] and job["state"] != "PENDING"}
+    at_work = {array_task(job) for job in queue if job["state"] != "PENDING"}
     n_running = Counter(map(array_of, at_work | {task_of(record) for record in living}))
     waiting = [job for job in queue if _waits(job)]
     limits = {
