@@ -93,6 +93,7 @@ CONTENTS = [
     ("jsonl", b"\n".join([*JSONL[:2500], b"not json", *JSONL[2500:]]) + b"\n"),
     ("jsonl", b"\n".join([*JSONL[:20], b"not json"])),
     ("jsonl", b"\n".join([*JSONL, b'{"cut": '])),
+    ("jsonl", (b'{"text": "' + b"x" * 200_000 + b'"}\n') * 3),
     ("jsonl", b"\n" * 100),
     ("jsonl", b""),
     ("csv", b'id,text\r\n1,"a\r\nb"\r\n2,"say ""x"""\r\n\r\n'),

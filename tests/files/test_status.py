@@ -174,6 +174,16 @@ def test_what_tasks_of_a_dead_node_had_waits_for_their_leases_and_is_said_to(run
     assert "left, until about" in pace_words(read_status(run, LATE, now=NOW + 201))
 
 
+def test_living_attempts_have_the_last_sample_of_their_gpus(run):
+    change(run, "4711_2.0", state="ended", shard=None, ended=NOW)
+    reader, names = StatusReader(run), ("4711_0.0", "4711_1.0", "4711_2.0")
+    for wanted in (None, names[1:]):
+        found = {each["attempt"]: each["gpu"] for each in reader.read(now=NOW + 5, gpus_of=wanted)["attempts"]}
+        assert [name for name in names if found[name]] == [name for name in names[:2] if name in (wanted or names)]
+        assert found[names[1]]["time"] == NOW - 5
+        assert 0 < found[names[1]]["utilisation"] <= 100
+
+
 def test_rows_that_stay_while_others_of_their_shard_are_computed_again_count_as_done(run):
     before, shard = read_status(run, now=NOW + 5), min(run.published())
     start, _ = run.plan.bounds(shard)
