@@ -138,6 +138,14 @@ def of_another_version(path):
     path.write_text(json.dumps(about | {"crc32": checkpoints._sum_json(about)}))
 
 
+def of_more_ranks(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 2}))
+
+
+def of_another_step(path):
+    shutil.copyfile(path.parent.with_name("step-0000000001") / path.name, path)
+
+
 def of_another_shape(path):
     path.write_text("[1, 2]")
 
@@ -147,7 +155,9 @@ DAMAGES = [
     for name in ("shared.pt", "rank-0.pt", "checkpoint.json")
     for damage in (truncated, flipped, emptied, Path.unlink)
 ]
-DAMAGES += [("checkpoint.json", of_another_version), ("checkpoint.json", of_another_shape)]
+DAMAGES += [
+    ("checkpoint.json", damage) for damage in (of_another_version, of_more_ranks, of_another_step, of_another_shape)
+]
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
