@@ -119,6 +119,13 @@ def test_runs_without_a_common_column_are_not_said_to_agree_without_a_word(slurm
     assert said not in slurmgpu("compare", one, one, expect=0).stdout
 
 
+def test_columns_that_one_side_lacks_make_no_difference_where_others_are_asked_for(tmp_path, one):
+    rows = [each if isinstance(each, str) else {"id": each["id"]} for each in map(row, range(N_ITEMS))]
+    other = published_run(tmp_path / "other", {"id": Text()}, rows)
+    assert package.compare(one, other.folder, columns=["id"]).equal
+    assert not package.compare(one, other.folder).equal
+
+
 def test_summaries_stand_beside_each_other(slurmgpu, tmp_path, one):
     other = made(tmp_path / "other", [row(number) for number in range(N_ITEMS)])
     for folder, accuracy in ((one, 0.25), (other, 0.5)):

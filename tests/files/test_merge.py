@@ -181,7 +181,9 @@ def test_files_that_a_listing_still_shows_are_no_error(run, monkeypatch):
     assert merge(run)["complete"]
 
 
-@pytest.mark.parametrize("name", ["000003.h5", "3.h5", "00003.h5.h5", "00003.r0.h5", "00003.r01.h5", "+0003.h5"])
+@pytest.mark.parametrize(
+    "name", ["000003.h5", "3.h5", "00003.h5.h5", "00003.r0.h5", "00003.r01.h5", "+0003.h5", "00005.h5"]
+)
 def test_only_the_exact_name_of_a_shard_counts(run, name):
     publish(run, 3, path=run.shards / name)
     assert run.published() == set()

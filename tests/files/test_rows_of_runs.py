@@ -7,8 +7,8 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.merge import merge
 from slurmgpu.results.published import RunRows
-from slurmgpu.shards.columns import Array, Text
-from slurmgpu.shards.shard_file import DamagedShardError, Directory
+from slurmgpu.shards.columns import Array, Text, convert_row
+from slurmgpu.shards.shard_file import DamagedShardError, Directory, write_shard
 from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
 from tests.support.published_runs import publish, published_run
 from tests.support.shard_files import changed
@@ -99,15 +99,18 @@ def test_shards_of_the_run_that_another_extends_are_read(tmp_path):
     assert told(run) == (list(range(15)), ROWS[:15], [])
 
 
-def test_a_shard_that_says_it_has_fewer_rows_than_it_has_costs_its_own_rows_alone(tmp_path):
+@pytest.mark.parametrize(("stop", "n_rows", "why"), [(10, 4, "it has 4 rows"), (12, 5, "7 entries for 5 items")])
+def test_a_shard_that_says_it_has_other_rows_than_it_has_costs_its_own_rows_alone(tmp_path, stop, n_rows, why):
     run = published_run(tmp_path / "run", COLUMNS, ROWS)
-    path = run.shard_path(1)
+    path, rows = run.shard_path(1), [convert_row(COLUMNS, row(0))] * (stop - 5)
+    write_shard(path, COLUMNS, start=5, rows=rows, fingerprint=run.plan.fingerprint, notes={}, made_by={})
     with Reader(path) as reader:
         directory, _, size = read_userblock(reader)
-    path.write_bytes(pack_userblock({**directory, "n_rows": 4}, size) + path.read_bytes()[size:])
+    directory |= {"n_rows": n_rows, "attributes": {**directory["attributes"], "stop": 10}}
+    path.write_bytes(pack_userblock(directory, size) + path.read_bytes()[size:])
     indices, _, problems = told(run)
     assert indices == [*range(5), *range(10, N_ITEMS)]
-    assert "it has 4 rows for 5 items" in problems[0]
+    assert why in problems[0]
     merge(run)
     assert told(run)[0] == indices
 

@@ -24,6 +24,7 @@ from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import is_orphaned, processes_here
 from slurmgpu.run.recompute import Again, Recompute, read_recompute, write_recompute
+from slurmgpu.run.records import Unread
 from slurmgpu.slurm import queue as slurms_queue
 from slurmgpu.util.atomic_files import write_json
 from slurmgpu.util.pids import numbering, processes
@@ -614,3 +615,12 @@ def test_a_task_that_is_requeued_as_its_node_died_is_one_task_of_those_the_merge
     seen = [{each["attempt"]: each["silent"] for each in status["attempts"]}["4711_2.0"] for status in (early, late)]
     assert seen == [False, True]
     assert [status["pace"]["n_living"] for status in (early, late)] == [1, 0]
+
+
+def test_a_record_under_the_name_of_another_attempt_is_left_out(tmp_path):
+    run = pretend_run(tmp_path / "run", 3, n_tasks=1)
+    [path] = run.tasks.iterdir()
+    path.with_name("4711_7.0.json").write_bytes(path.read_bytes())
+    records, left_out = run.read_attempts()
+    assert [record["attempt"] for record in records] == [path.stem]
+    assert left_out == {"4711_7.0": Unread.DAMAGED}

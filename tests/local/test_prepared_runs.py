@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ import slurmgpu
 from slurmgpu import Merged
 from slurmgpu.run.directory import Run
 from slurmgpu.worker import publisher, worker
-from slurmgpu.worker.assignment import Assignment
+from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.publisher import Publisher
 from slurmgpu.worker.worker import Worker
 from tests.support.runs import datasets, records, report, wait_until
@@ -153,6 +154,33 @@ def test_a_shard_that_is_published_while_the_next_is_computed_is_reported_at_onc
     Worker(Run.open(folder / "run"), Assignment("job_0", "job_0.0"), report, reports_in_threads=True).work()
     assert (folder / "seen").exists()
     assert reported == [(shard, 4, {}) for shard in range(10)]
+
+
+def test_a_shard_that_is_published_while_the_next_ends_the_task_is_not_lost(project, slurmgpu, monkeypatch):
+    folder = make(project, "After", 4)
+    ends = "from slurmgpu.errors import NodeError; raise NodeError('no GPU')"
+    (folder / "workloads.py").write_text(AFTER_THE_REPORT.replace("until = time.monotonic() + 60", ends))
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    run, is_awaited = Run.open(folder / "run"), threading.Event()
+
+    def end(by: Publisher, *, waits: bool = True) -> None:
+        if waits and (folder / "called").exists():
+            is_awaited.set()
+        original_end(by, waits=waits)
+
+    def once_it_is_awaited(partial: Path, path: Path, **given: Any) -> bool:
+        assert path.name != "00005.h5" or is_awaited.wait(60)
+        return original(partial, path, **given)
+
+    original, original_end = publisher.publish, Publisher.end
+    monkeypatch.setattr(publisher, "publish", once_it_is_awaited)
+    monkeypatch.setattr(Publisher, "end", end)
+    monkeypatch.setattr(worker, "AHEAD_S", math.inf)
+    with pytest.raises(WorkerFailedError, match="no GPU"):
+        Worker(run, Assignment("job_0", "job_0.0"), lambda event: None).work()
+    found = run.published()
+    is_awaited.set()
+    assert found == {0, 1, 2, 3, 4, 5}
 
 
 def test_a_task_that_is_told_to_stop_gives_back_what_it_has_claimed_ahead(project, slurmgpu, monkeypatch):
