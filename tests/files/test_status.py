@@ -624,3 +624,22 @@ def test_a_record_under_the_name_of_another_attempt_is_left_out(tmp_path):
     records, left_out = run.read_attempts()
     assert [record["attempt"] for record in records] == [path.stem]
     assert left_out == {"4711_7.0": Unread.DAMAGED}
+
+
+def test_lines_that_are_of_no_submission_are_passed_over(tmp_path):
+    run = pretend_run(tmp_path / "run", 3, n_tasks=1)
+    [line] = run.submissions()
+    odd = [
+        '{"state": "ended"}',
+        "5",
+        "[]",
+        "",
+        '{"submission": null}',
+        '{"submission": "1", "state": "ended"}',
+        "{torn",
+    ]
+    with open(run.folder / "submissions.jsonl", "a") as file:
+        file.write("\n".join(odd))
+    assert run.submissions() == [line]
+    run.record_submission({"submission": 1, "state": "ended"})
+    assert run.submissions() == [{**line, "state": "ended"}]
