@@ -21,7 +21,7 @@ from slurmgpu.llm.interface import sampling as drawing
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.settings import engine_options
-from slurmgpu.llm.transformers_engine import continuous
+from slurmgpu.llm.transformers_engine import continuous, graph_check
 from slurmgpu.training.loop import Training
 from slurmgpu.training.ranks import Place as Rank
 from slurmgpu.training.settings import TrainingSettings
@@ -271,6 +271,22 @@ NOT_HERE = {
 }
 
 
+MEASURED = {
+    "the_sampler_is_cheap_and_the_cpus",  # these ten are about time
+    "cuda_graphs_are_faster_and_hold_what_placement_keeps",
+    "generation_is_faster_than_by_hand",
+    "a_hundred_tests_on_a_part_of_fb15k237",
+    "a_thousand_tests_on_fb15k237",
+    "a_thousand_tests_on_fb15k237_in_tf32",
+    "a_thousand_normalised_tests_on_fb15k237",
+    "fused_optimizers_step_as_the_others_do",
+    "the_loop_costs_little_over_a_bare_one",
+    "checkpoints_cost_little",
+    "the_batch_that_fits_is_found",  # this one is about memory, which the card always has
+}
+"""The claims that need not hold on a pretended card."""
+
+
 class ToyMachine(Machine):
     """A machine with a GPU, on which all has the size for a CPU."""
 
@@ -281,12 +297,13 @@ class ToyMachine(Machine):
 @pytest.mark.parametrize("part", ["llm", "influence", "training"])
 @pytest.mark.usefixtures("_small_caches")
 def test_the_proofs_code_for_a_gpu_runs(part, card, tmp_path, monkeypatch):
-    """A run on a CPU does not come to it. Whether what is measured holds, a pretended card cannot say."""
+    """A run on a CPU does not come to it. What is measured need not hold, all else must."""
+    monkeypatch.setattr(graph_check.Verdict, "gain", 2.0)  # else how busy this machine is decides on graphs
     for name, toy in (("SHAPE_1B", llm.TOY), ("SHAPE_8B", llm.TOY), ("N_WORDS", llm.N_TOY_WORDS)):
         monkeypatch.setattr(llm, name, toy)
     machine = ToyMachine("cuda:0", 1, tmp_path)
     for each in findings_of(importlib.import_module(f"tests.gpu.{part}")):
         if each.name not in NOT_HERE:
-            with contextlib.suppress(NotHeld, NotMeasured):
+            with contextlib.suppress(NotMeasured, *([NotHeld] if each.name in MEASURED else [])):
                 each.function(machine)
     llm._forget(machine)
