@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +51,11 @@ class Machine:
         """Raise NotMeasured without a GPU."""
         if not self.on_gpu:
             raise NotMeasured("there is no GPU")
+
+    def needs_compiler(self) -> None:
+        """Raise NotMeasured on a GPU without a C compiler, with which Triton builds what torch.compile generates."""
+        if self.on_gpu and not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
+            raise NotMeasured("there is no C compiler, which Triton needs to build its launchers")
 
 
 @dataclass(frozen=True)

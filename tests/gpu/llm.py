@@ -8,7 +8,6 @@ import importlib.util
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -883,8 +882,7 @@ def placement_foretells_the_memory_of_a_large_model(machine: Machine) -> str:
 @finding(limit_s=75)
 def compiled_steps_pass_their_self_check(machine: Machine) -> str:
     """Steps with compile = true are correct in bf16 and faster than graphs of eager steps, or they are not used."""
-    if machine.on_gpu and not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
-        raise NotMeasured("there is no C compiler, which Triton needs to build its launchers")
+    machine.needs_compiler()
     from slurmgpu.llm.transformers_engine.engine import TransformersEngine
 
     _forget(machine)

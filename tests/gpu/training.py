@@ -76,6 +76,8 @@ def _run(machine: Machine, work: Callable[..., None], arguments: Sequence[tuple[
 def _trained(machine: Machine, precision: str, *, compiled: bool) -> Outcome:
     from tests.benchmarks import train_arms
 
+    if compiled:
+        machine.needs_compiler()
     steps = machine.pick(24 if compiled else 12, 8)
     net = _net(machine)()
     return train_arms.ours(net, steps, _place(machine), precision=precision, compile=compiled)
@@ -120,6 +122,7 @@ def mfu_is_that_of_the_card(machine: Machine) -> str:
 def kernels_fill_the_time_of_steps(machine: Machine) -> str:
     """Kernels fill 95 % of the time of compiled steps in bf16; the shares of products and attention are reported."""
     machine.needs_gpu()
+    machine.needs_compiler()
     from tests.benchmarks import train_arms
     from tests.gpu.nets import ProfiledSentences
 

@@ -16,8 +16,9 @@ import pytest
 
 from slurmgpu.util.gpus import GPU
 from tests.gpu import __main__ as kit
+from tests.gpu import findings as kit_findings
 from tests.gpu import record
-from tests.gpu.findings import HELD, NOT_HELD, NOT_MEASURED, Machine, findings_of
+from tests.gpu.findings import HELD, NOT_HELD, NOT_MEASURED, Machine, NotMeasured, findings_of
 from tests.gpu.part import run
 from tests.gpu.record import Row
 from tests.support.runs import wait_until
@@ -244,6 +245,13 @@ def test_a_variant_that_fails_costs_the_others_no_figures(tmp_path, monkeypatch)
     line, is_broken = run(llm.quantised_variants_have_their_size, Machine("cpu", 0, tmp_path))
     assert (line["verdict"], is_broken) == (NOT_HELD, False)
     assert line["figures"] == "-8bit 1 GB; -4bit: ValueError: it has; -fp8 1 GB"
+
+
+def test_what_compiles_for_a_gpu_is_not_measured_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr(kit_findings.shutil, "which", lambda name: None)
+    Machine("cpu", 0, tmp_path).needs_compiler()  # a CPU's toy compiles nothing
+    with pytest.raises(NotMeasured, match="there is no C compiler"):
+        Machine("cuda:0", 1, tmp_path).needs_compiler()
 
 
 def test_findings_are_chosen_by_part_and_by_name():
