@@ -11,7 +11,7 @@ MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test test-gpu test-oldest test-vllm nightly check environments packages lint types bench chaos docs dist clean
+.PHONY: demo demo-tracin demo-train test test-gpu test-oldest test-vllm nightly check packages lint types bench chaos docs dist clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -24,7 +24,7 @@ demo-train: $(VENV)/demo
 	$(BIN)/python docs/examples/digits/demo.py
 
 test: packages lint types $(VENV)/compiled
-	$(BIN)/python -m pytest -n 4 --durations=25 --durations-min=10
+	$(BIN)/python -m pytest -n 5 --durations=25 --durations-min=10
 
 # On a machine with a GPU, in the Python that has torch with CUDA, which .venv may lack: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
@@ -36,7 +36,7 @@ test-vllm: packages $(VLLM)/test
 
 # Where old versions differ: files of HDF5 and Arrow, the run file's tables, what Python's own library has become.
 test-oldest: packages $(OLDEST)/test
-	$(OLDEST)/bin/python -m pytest -n 3 tests/unit/test_events.py tests/unit/test_mapped_functions.py \
+	$(OLDEST)/bin/python -m pytest -n 2 tests/unit/test_events.py tests/unit/test_mapped_functions.py \
 	  tests/unit/test_overrides.py tests/unit/test_sweeps.py tests/unit/test_variables.py tests/files/test_compare.py \
 	  tests/files/test_inputs*.py tests/files/test_json_column.py tests/files/test_repack.py tests/files/test_results.py \
 	  tests/files/test_selection.py tests/files/test_shards.py tests/files/test_show.py \
@@ -44,13 +44,10 @@ test-oldest: packages $(OLDEST)/test
 	  --deselect tests/files/test_selection.py::test_hugging_face_datasets_loads_the_folder
 
 nightly: packages lint types $(VENV)/compiled
-	SLOTS=programs $(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly
+	SLOTS=programs $(BIN)/python -m pytest -n 5 -m '' --hypothesis-profile=nightly
 
 check: lint types $(VENV)/compiled
 	$(BIN)/python -m pytest -n 3 tests/unit tests/files
-
-# What all kinds of tests need, made side by side.
-environments: packages $(VENV)/compiled $(VLLM)/test $(OLDEST)/test
 
 packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh && bash tests/install_browser.sh; fi

@@ -13,7 +13,7 @@ ALONE = "tests/slurm/"
 class Scheduling(LoadScopeScheduling):
     """A file at a time, so that its fixtures are made once; as long as there are any, those that wait beside others.
 
-    Half of the workers take tests that wait, and the others those that compute; a worker that has none left takes
+    Half of the workers, of five three, take tests that wait, and the others those that compute; one that has none takes
     the others'. So waiting tests leave no core idle.
     """
 
