@@ -195,6 +195,17 @@ def test_a_run_of_a_sweep_that_cannot_be_cancelled_keeps_no_other_from_it(run, t
     assert found[1][1] == ""
 
 
+def test_jobs_of_another_user_are_found_and_not_cancelled(run, monkeypatch):
+    queued_on(run, monkeypatch, cluster="here", uid=4242)
+    monkeypatch.setattr(os, "getuid", lambda: 4243)  # root cancels them
+    job = queue.QueuedJob("7_0", "RUNNING", "None", "slurmgpu:run", "/", str(run.logs / "submission_file_7.sh"))
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): [job] if 4242 in and_of else [])
+    monkeypatch.setattr(Slurm, "cancel_jobs", lambda executor, jobs: pytest.fail("they are another user's"))
+    [(_, told)] = live_tasks.cancel_all([run])
+    assert isinstance(told, SlurmGPUError)
+    assert not run.last_submission().get("cancelled")
+
+
 def test_of_several_runs_those_of_this_machine_are_cancelled_as_well(run):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         ids = {**own_id(), **processes([os.getpid(), process.pid]), "time": time.time()}
