@@ -154,6 +154,10 @@ def test_a_shard_that_is_published_while_the_next_is_computed_is_reported_at_onc
     Worker(Run.open(folder / "run"), Assignment("job_0", "job_0.0"), report, reports_in_threads=True).work()
     assert (folder / "seen").exists()
     assert reported == [(shard, 4, {}) for shard in range(10)]
+    events: list[Mapping[str, Any]] = []  # of a worker that follows one that died before its last word
+    Worker(Run.open(folder / "run"), Assignment("job_0", "job_0.0", resume=[2]), events.append).work()
+    assert [event["shard"] for event in events if event["event"] == "skipped"] == [2]
+    assert "claim" not in [event["event"] for event in events]
 
 
 def test_a_shard_that_is_published_while_the_next_ends_the_task_is_not_lost(project, slurmgpu, monkeypatch):
