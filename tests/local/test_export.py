@@ -144,6 +144,13 @@ def test_pt_has_tensors_that_torch_loads_and_totals_beside_them(merged, tmp_path
     assert about["settings"] is None
 
 
+def test_pt_counts_the_items_without_a_row(tmp_path):
+    pytest.importorskip("torch")
+    join_parts(write_parts(tmp_path, [0, 4, 10], {5, 6})[1:], tmp_path / "merged.h5", n_items=10)
+    exported = export(tmp_path / "merged.h5", "pt", tmp_path / "a.pt")
+    assert (exported.n_rows, exported.n_missing, exported.n_failed) == (6, 4, 2)
+
+
 def test_pt_without_pytorch_says_what_to_install(merged, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SlurmGPUError, match=r"slurmgpu\[torch\]"):
