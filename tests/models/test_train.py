@@ -304,7 +304,7 @@ def over(tmp_path, name, text, **settings):
         path.write_text(text)
     else:
         text(path)
-    return [*check_items([path], Configuration({"epochs": 1, **settings}, {}), cls)]
+    return [checked for checked, _ in check_items([path], Configuration({"epochs": 1, **settings}, {}), cls)]
 
 
 def parquet(path):
@@ -425,9 +425,20 @@ def test_an_argument_of_the_class_may_stand_among_the_settings(tmp_path, monkeyp
         ({"global_batch_size": 100}, '{"lr": 0.1}\n{"lr": 0.2}\n', ["A step has 100 samples."]),
         ({"accumulation": 2}, '{"batch_size": 4}\n{}\n', ["A step has 4 × 4 × 2 = 32, 32 × 4 × 2 = 256 samples."]),
         ({"batch_size": "auto"}, "{}\n", []),
+        ({"lr": 0.1}, '{"lr": 0.1}\n{"lr": 0.2}\n', ["A step has 32 × 4 = 128 samples."]),
+        (
+            {"lr": 0.3, "width": 8, "batch_size": "auto"},
+            '{"lr": 0.1, "width": 4}\n{"lr": 0.2, "width": 2}\n',
+            [
+                "lr = 0.3 of [settings] has no effect: each configuration has another.",
+                "width = 8 of [settings] has no effect: each configuration has another.",
+            ],
+        ),
     ],
 )
-def test_planning_says_what_the_steps_of_the_configurations_are(tmp_path, monkeypatch, settings, items, lines):
+def test_planning_says_what_the_steps_of_the_configurations_are_and_what_none_uses(
+    tmp_path, monkeypatch, settings, items, lines
+):
     monkeypatch.chdir(tmp_path)
     source_of(tmp_path, CLASS, "Lines")
     (tmp_path / "items.jsonl").write_text(items)

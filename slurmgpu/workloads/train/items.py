@@ -97,8 +97,13 @@ def taken_over(name: str, cls: TrainingClass | None) -> str:
     return "" if cls.takes_any and not cls.is_whole else method  # its __init__ may be inherited
 
 
-def check_items(files: Iterable[Path], base: Configuration, cls: TrainingClass | None) -> Iterator[TrainingSettings]:
-    """The settings of each configuration in an input; the SlurmGPUError for a wrong item names it."""
+def check_items(
+    files: Iterable[Path], base: Configuration, cls: TrainingClass | None
+) -> Iterator[tuple[TrainingSettings, list[str]]]:
+    """The settings of each configuration in an input, and the names in `base` whose values it does not use.
+
+    The SlurmGPUError for a wrong item names it.
+    """
     seen: set[str] = set()
     for path in files:
         for number, data in enumerate(_items(path)):
@@ -112,7 +117,7 @@ def check_items(files: Iterable[Path], base: Configuration, cls: TrainingClass |
             if text in seen and found.settings.get("seed") is not None:
                 log.warning("%s repeats an earlier configuration and its seed.", sweeps.place_of(path, number, data))
             seen.add(text)
-            yield checked
+            yield checked, [name for name in data if name in base.shown and found.shown[name] != base.shown[name]]
 
 
 def _kind(name: str, cls: TrainingClass | None) -> str:

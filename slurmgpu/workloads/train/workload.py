@@ -6,6 +6,7 @@ Only `load` and later methods import torch and the user's class: settings are al
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -129,13 +130,22 @@ class Train:
         check_torch("train needs")
 
     def check_input(self, files: Sequence[Path], n_items: int) -> list[str]:
-        """A line about the configurations' steps; SlurmGPUError for an input with a wrong item."""
-        checked = check_items(files, self._base, self._source)
-        sizes = [*dict.fromkeys(_step_size(each, self._n_processes) for each in checked)]
-        if not sizes or "" in sizes:
+        """Lines about values that no configuration uses, and about steps; SlurmGPUError for a wrong item."""
+        sizes: dict[str, None] = {}
+        unused = dict(self._base.shown)
+        for checked, others in check_items(files, self._base, self._source):
+            sizes[_step_size(checked, self._n_processes)] = None
+            unused = {name: value for name, value in unused.items() if name in others}
+        if not sizes:
             return []
-        listed = ", ".join(sizes[:3]) + (f" or another {len(sizes) - 3}" if len(sizes) > 3 else "")
-        return [f"A step has {listed} samples."]
+        lines = [
+            f"{name} = {json.dumps(value, default=str)} of [settings] has no effect: each configuration has another."
+            for name, value in unused.items()
+        ]
+        if "" in sizes:
+            return lines
+        listed = ", ".join([*sizes][:3]) + (f" or another {len(sizes) - 3}" if len(sizes) > 3 else "")
+        return [*lines, f"A step has {listed} samples."]
 
     def load(self, task: TaskContext) -> None:
         """Import the training class; SlurmGPUError if it or a method is missing."""
