@@ -7,6 +7,7 @@ user edits. The worker imports this: standard library only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import linecache
@@ -29,7 +30,7 @@ from slurmgpu.code.present_files import PresentFiles
 from slurmgpu.code.snapshots import Snapshot, SourceFile
 from slurmgpu.containers import INSIDE, image_name
 from slurmgpu.run.submissions import Pickled
-from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, retried
 
 BY_PATH = "slurmgpu_workload_"
 """The prefix of module names for files that a run file names by path."""
@@ -315,9 +316,33 @@ def outside(folder: Path) -> list[str]:
         and path.endswith(".py")
         and not path.startswith(own)  # which lies below `folder` if the run file is in a clone of slurmgpu
         and (path.startswith(here) or not (is_in_image or path.startswith(python)))
-        and not INSTALLED.intersection(Path(path).parts)
+        and not is_installed(path)
     }
     return sorted(mine - known.keys())
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file belongs to an installed distribution.
+
+    It lies in a folder of that name, or in one on Python's path where `pip install --target` has recorded it.
+    """
+    if INSTALLED.intersection(Path(path).parts):
+        return True
+    folders = (folder for folder in sys.path if folder and path.startswith(f"{folder}{os.sep}"))
+    return any(path[len(folder) + 1 :].partition(os.sep)[0] in _recorded_in(folder) for folder in folders)
+
+
+@functools.cache
+def _recorded_in(folder: str) -> frozenset[str]:
+    """The modules and packages of the distributions that are installed in a folder, as their first folder or file."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):  # a zip archive, a missing folder, or a distribution that is being removed
+        for name in retried(lambda: os.listdir(folder), BRIEF_PATIENCE_S):
+            record = Path(folder, name, "RECORD")
+            if name.endswith(".dist-info") and is_file(record, BRIEF_PATIENCE_S):
+                lines = retried(record.read_bytes, BRIEF_PATIENCE_S).decode(errors="replace").splitlines()
+                found.update(line.partition(",")[0].partition("/")[0] for line in lines)
+    return frozenset(found)
 
 
 def bypassed() -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import slurmgpu
 from slurmgpu.code.imported_modules import invalidate_caches, without_dots
-from slurmgpu.code.importer import BY_PATH, INSTALLED, Finder
+from slurmgpu.code.importer import BY_PATH, Finder, is_installed
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.containers import INSIDE
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder
@@ -235,7 +235,7 @@ def archive_of(spec: ModuleSpec | None) -> str | None:
 
 def is_others(path: str) -> bool:
     """Whether a file belongs to the standard library or to an installed distribution."""
-    return bool(INSTALLED.intersection(Path(path).parts)) or path.startswith(_folders_of_others())
+    return path.startswith(_folders_of_others()) or is_installed(path)
 
 
 @functools.cache

@@ -129,3 +129,18 @@ def test_a_long_script_of_a_shell_is_read_once_and_not_once_for_each_line():
     names = names_in_shell.names_in(names_in_shell.commands_in(lines.encode()))
     assert "a.yaml" in names.here
     assert "train.py" in names.beside
+
+
+def test_what_pip_has_installed_into_a_folder_on_the_path_is_not_the_users(tmp_path, monkeypatch):
+    folder, target = tmp_path / "lab", tmp_path / "target"
+    for path in ("lab/mine.py", "target/beside.py", "target/one.py", "target/several/__init__.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    for name, recorded in (("one-1.0", "one.py,sha256=x,0"), ("several-2.0", "several/__init__.py,,")):
+        (target / f"{name}.dist-info").mkdir()
+        (target / f"{name}.dist-info" / "RECORD").write_text(f"{recorded}\n{name}.dist-info/RECORD,,\n")
+    monkeypatch.syspath_prepend(str(target))
+    (folder / "mine.py").write_text("import beside, one, several\n")
+    tracer = Tracer(folder, None)
+    tracer.add_module("mine")
+    assert {Path(file.path).name for file in tracer.finish().files} == {"beside.py", "mine.py"}
