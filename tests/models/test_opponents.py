@@ -63,6 +63,11 @@ def test_runs_of_other_items_are_not_compared(tmp_path, ours, problem):
         opponent.check_input(files, n_items, field)  # without a plan only the number tells
 
 
+def test_a_second_run_that_is_not_there_is_to_be_submitted_first(tmp_path):
+    with pytest.raises(SlurmGPUError, match=r"no run or merged file \S+/old\. .*submit that run first.*--after"):
+        Opponent.find(str(tmp_path / "old"))
+
+
 def test_planning_asks_the_workload_about_its_input(slurmgpu, project, model):
     folder = project(items=[])
     made(folder / "one", 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,11 @@ class Opponent:
         if not isinstance(against, str):
             return cls(Path(against["path"]), against["fingerprint"], against.get("keep", ()))
         path = expanded(against).absolute()
+        if not path.exists():
+            raise SlurmGPUError(
+                f"against: there is no run or merged file {path}. Correct the path. To compare with a run that is not "
+                f"complete yet, submit that run first, and this one with --after, as in --after {shlex.quote(against)}."
+            )
         path = path / "merged.h5" if path.is_dir() else path
         beside = plan_beside(path)
         if beside and _is_incomplete(path):
