@@ -151,6 +151,15 @@ def test_a_value_of_the_summaries_is_not_taken_for_a_column_of_the_report(folder
     assert ["a", "2", "of", "2", "0", "11"] in [line[:6] for line in lines]
 
 
+@pytest.mark.parametrize(("failed", "columns"), [([0, 0], []), ([0, 1], ["summary.failed"])])
+def test_a_summary_that_counts_the_failed_items_gets_no_second_column_of_them(copied, slurmgpu, failed, columns):
+    for name, n_failed in zip("ab", failed, strict=True):
+        report = json.loads((copied / name / "report.json").read_text())
+        (copied / name / "report.json").write_text(json.dumps({**report, "summary": {"n_failed": n_failed}}))
+    lines = [line.split() for line in slurmgpu("report", copied, expect=0).stdout.splitlines()]
+    assert ["run", "rows", "failed", *columns] in lines
+
+
 @pytest.mark.parametrize(
     ("keys", "known", "found"),
     [

@@ -213,6 +213,9 @@ def report(folders: Sequence[Path], *, as_json: bool) -> int:
         result_json({"runs": reports})
     else:
         values = {name: values_of(each["summary"]) for name, each in reports.items()}
+        if all(values[name].get("failed") == f"{each['n_errors']:,}" for name, each in reports.items()):
+            for shown in values.values():
+                shown.pop("failed")  # it has a column
         names = list(dict.fromkeys(name for each in values.values() for name in each))
         own = ("run", "rows", "failed")
         table = headed_table(*own, *(f"summary.{name}" if name in own else name for name in names[:MAX_VALUES]))
