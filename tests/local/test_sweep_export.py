@@ -10,6 +10,9 @@ import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.sweep_export import export_sweep, sweep_columns
 from slurmgpu.run.directory import Run
+from slurmgpu.run.sweep_file import record_runs
+from slurmgpu.shards.columns import Array
+from tests.support.published_runs import published_run
 
 WORKLOAD = """
 from slurmgpu import Array, Json, Text
@@ -92,6 +95,15 @@ def test_each_column_has_a_name_of_its_own_and_none_hides_another(folder):
 def test_a_condition_may_name_the_columns_of_the_sweep_and_those_that_a_run_lacks(folder, where, found):
     for columns in (["sweep.run", "index"], ["sweep.run", "index", "item.text"]):
         assert [(row["sweep.run"], row["index"]) for row in rows_of(folder, columns, where)] == found
+
+
+def test_failed_and_missing_items_of_all_runs_are_counted(tmp_path):
+    rows = ["it failed", *[{"n": 1}] * 4, "it failed", {"n": 2}]
+    for name, shards in (("a", [0, 1]), ("b", [0])):
+        published_run(tmp_path / name, {"n": Array("int64")}, rows, shards)
+    record_runs(tmp_path, {"a": {"x": 1}, "b": {"x": 2}})
+    found = export_sweep(tmp_path, "jsonl", io.BytesIO(), (), None)
+    assert (found.n_rows, found.n_failed, found.n_missing, found.missing) == (12, 3, 2, {"b": 2})
 
 
 @pytest.fixture
