@@ -31,6 +31,7 @@ from slurmgpu.shards.columns import Array, Text, columns_to_json
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.shards.shard_file import read_directory, verify_shard, write_shard
 from slurmgpu.shards.userblock import Reader
+from slurmgpu.worker import publisher as publishing
 from slurmgpu.worker.assignment import Assignment
 from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import Computed
@@ -562,6 +563,23 @@ def test_a_merge_looks_at_its_lock_right_before_each_step_that_cannot_be_undone(
         "unlink .00003.x.partial",
     )
     assert [step for step in undone if steps[steps.index(step) - 1] != "look"] == []
+
+
+def test_a_shard_whose_unfinished_file_a_merge_removed_is_written_again(run, monkeypatch):
+    """The merge took its task for dead, which wakes right before it publishes."""
+    real, removed = publishing.publish, []
+
+    def publish(partial, target, **more):
+        if not removed:
+            removed.append(partial.unlink())
+        return real(partial, target, **more)
+
+    monkeypatch.setattr(publishing, "publish", publish)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    publisher = Publisher(run, Assignment("1_0", "1_0.0"), COLUMNS, print, lambda: None, False)
+    publisher.begin(ComputedShard(1, Computed({index: row(index) for index in range(5, 10)}), 2.0, 1.0, None))
+    assert removed
+    assert run.published() == {1}
 
 
 def test_an_unfinished_shard_that_grows_during_the_merge_is_left(run, monkeypatch):

@@ -718,6 +718,13 @@ def test_a_shard_of_bad_items_does_not_hold_up_the_others(project, slurmgpu):
     check_rows(folder, 40, errors=set(range(8)))
 
 
+def test_a_large_shard_of_bad_items_is_left_until_another_has_rows_and_is_computed_then(project, slurmgpu):
+    folder = project(240, settings={"faults": {str(index): "exception" for index in range(120)}}, shard_items=120)
+    done = slurmgpu(*DEBUG, cwd=folder, expect=0)
+    check_rows(folder, 240, errors=set(range(120)))
+    assert "shard 0: its other items wait until another shard shows whether all items fail" in done.stderr
+
+
 def test_bad_items_at_the_beginning_of_small_shards_do_not_end_the_run(project, slurmgpu):
     folder = project(200, settings={"faults": {str(index): "exception" for index in range(12)}}, shard_items=1)
     slurmgpu(*DEBUG, cwd=folder, expect=0)
