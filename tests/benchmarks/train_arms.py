@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -198,8 +199,17 @@ def mean_of(values: list[float], place: Place) -> list[float]:
     return [each / place.world_size for each in tensor.tolist()]
 
 
-def checkpoints(kind: type[Net], place: Place, n_steps: int, n_saved: int = 12) -> dict[str, float]:
-    """Seconds of a checkpoint when `n_saved` follow each other, and of all in a training with the default interval."""
+def checkpoints(kind: type[Net], place: Place, n_steps: int) -> dict[str, float]:
+    """Seconds of a checkpoint when twelve follow each other, and of all in a training with the default interval."""
+    each_s = statistics.mean(checkpoints_of(kind(), 12, place, checkpoint_s=0.0))
+    net = kind()
+    spent = checkpoints_of(net, n_steps, place)
+    wall = net.marks[-1][0] - net.marks[0][0]
+    return {"each_s": each_s, "n": len(spent), "spent_s": sum(spent), "wall_s": wall}
+
+
+def checkpoints_of(net: Net, n_steps: int, place: Place, **settings: Any) -> list[float]:
+    """The seconds of each checkpoint of a training."""
     kept = Training._save
     spent: list[float] = []
 
@@ -210,15 +220,26 @@ def checkpoints(kind: type[Net], place: Place, n_steps: int, n_saved: int = 12) 
 
     Training._save = timed  # type: ignore[method-assign]
     try:
-        ours(kind(), n_saved, place, checkpoint_s=0.0)
-        often = list(spent)
-        spent.clear()
-        net = kind()
-        ours(net, n_steps, place)
+        ours(net, n_steps, place, **settings)
     finally:
         Training._save = kept  # type: ignore[method-assign]
-    wall = net.marks[-1][0] - net.marks[0][0]
-    return {"each_s": sum(often) / len(often), "n": len(spent), "spent_s": sum(spent), "wall_s": wall}
+    return spent
+
+
+def saved_by_hand(net: Net, n_times: int, place: Place) -> list[float]:
+    """Seconds of `torch.save` and fsync of what AdamW's checkpoints have: the weights, and two moments of each."""
+    weights = net.model().to(place.device).state_dict()
+    state = [{name: tensor.clone() for name, tensor in weights.items()} for _ in range(3)]
+    spent = []
+    with tempfile.TemporaryDirectory() as folder:
+        for n in range(n_times):
+            start = time.perf_counter()
+            with open(Path(folder, f"{n}.pt"), "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            spent.append(time.perf_counter() - start)
+    return spent
 
 
 def gpu(kind: type[Net], place: Place, n_steps: int, n_rounds: int) -> list[dict[str, float]]:

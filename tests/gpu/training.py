@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,10 +306,11 @@ def the_loop_costs_little_over_a_bare_one(machine: Machine) -> str:
 
 @finding(limit_s=45)
 def checkpoints_cost_little(machine: Machine) -> str:
-    """At the default interval, checkpoints take at most 1 % of a training of seconds; the cost of one is reported."""
+    """A checkpoint takes at most twice as long as `torch.save` and fsync of weights and AdamW's moments by hand."""
     from tests.benchmarks import train_arms
 
-    found = train_arms.checkpoints(_few(machine), _place(machine), machine.pick(40, 8), n_saved=3)
-    share = found["spent_s"] / found["wall_s"]
-    figures = f"{found['each_s'] * 1e3:.0f} ms each; {found['n']:.0f} in {found['wall_s']:.1f} s, {share:.2%}"
-    return hold(share <= 0.01 or not machine.on_gpu, figures)
+    net, place = _few(machine)(), _place(machine)
+    ours = statistics.median(train_arms.checkpoints_of(net, 5, place, checkpoint_s=0.0))
+    by_hand = statistics.median(train_arms.saved_by_hand(net, 5, place))
+    figures = f"{ours * 1e3:.0f} and {by_hand * 1e3:.0f} ms, {ours / by_hand:.2f} times"
+    return hold(ours <= 2 * by_hand or not machine.on_gpu, figures)
