@@ -29,7 +29,7 @@ from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_ov
 from slurmgpu.search.items import story_of_item
 from slurmgpu.shards.columns import Array, Text, columns_to_json
 from slurmgpu.shards.merged_head import read_merged_head
-from slurmgpu.shards.shard_file import read_directory, verify_shard, write_shard
+from slurmgpu.shards.shard_file import DamagedShardError, Directory, read_directory, verify_shard, write_shard
 from slurmgpu.shards.userblock import Reader
 from slurmgpu.worker import publisher as publishing
 from slurmgpu.worker.assignment import Assignment
@@ -389,6 +389,8 @@ def test_a_revision_has_the_rows_of_the_revision_before_it(run):
         publish_again(run, submission, failing=failing)
     assert str(former_rows(run, 1, 2, COLUMNS).rows[3]) == "again"
     assert run.shard_files()[1] == [0, 1, 2]
+    makers = read_directory(run.revision_path(1, 2)).made_by["revisions"]
+    assert [maker["items"] for maker in makers] == [[[6, 7], [8, 9]], [[8, 9]]]
     assert merge(run)["n_errors"] == 0
     assert merged_rows(run) == ALL_GOOD
 
@@ -793,6 +795,29 @@ def test_what_was_set_aside_once_is_gone_when_its_rows_are_there_again(run):
         run.shard_path(shard).unlink()
     assert merge(run)["complete"]
     assert merged_rows(run) == ALL_GOOD
+
+
+def test_a_shard_that_was_set_aside_takes_the_place_of_none_that_was_computed_since(run):
+    publish_all(run)
+    run.shard_path(1).rename(run.shards / "00001.damaged")
+    publish(run, 1, sign=-1)
+    merge(run)
+    assert merged_rows(run) == {**ALL_GOOD, **{index: -2 * index for index in range(5, 10)}}
+
+
+def test_former_rows_that_were_wrong_once_are_read_again(run, monkeypatch):
+    publish(run, 1, failed={6})
+    reads, real = [], Directory.verify
+
+    def verify(self, *given):
+        reads.append(self.start)
+        if len(reads) == 1:
+            raise DamagedShardError("the checksum of twice differs")
+        real(self, *given)
+
+    monkeypatch.setattr(Directory, "verify", verify)
+    assert [isinstance(each, ItemError) for each in former_rows(run, 1, 1, COLUMNS).rows] == [False, True, *[False] * 3]
+    assert reads == [5, 5]
 
 
 def test_what_was_set_aside_stays_until_its_rows_are_merged(run, monkeypatch):

@@ -56,6 +56,7 @@ def test_a_later_revision_counts_and_a_damaged_one_gives_way_to_the_rows_before_
         assert (indices, values) == (list(range(N_ITEMS)), ROWS)
         assert len(problems) == 1
         assert "00000.r1.h5 is damaged" in problems[0]
+        assert told(run, 2, 4)[0] == [2, 3]
         run.merged.unlink()
         assert told(run)[1] == ROWS
 

@@ -563,6 +563,18 @@ def test_a_batch_that_raises_what_may_pass_is_tried_again_as_it_is_and_halved_in
     assert failures(computed)[5].message.startswith("ConnectionError: refused (test_computing.py, line ")
 
 
+def test_a_call_that_raises_asks_for_its_pause_as_an_item_does():
+    fails, pauses = [True], Pauses()
+
+    def function(items):
+        if fails and fails.pop():
+            raise Retry("HTTP 429", after=5)
+        return [{"x": item.data["x"]} for item in items]
+
+    assert failures(compute(Recorder(function), retries=1, pause=pauses)) == {}
+    assert pauses == [(5.0, 4)]
+
+
 def test_a_timeout_of_asyncio_may_pass_where_it_is_another_class_than_pythons():
     of_python_3_10 = type("TimeoutError", (Exception,), {"__module__": "asyncio.exceptions"})
 

@@ -109,6 +109,14 @@ def test_a_first_batch_that_is_isolated_is_not_prepared():
     assert ahead.first() is None
 
 
+def test_a_shard_of_which_no_item_can_be_read_has_no_first_batch():
+    shards = Shards([8])
+    ahead = Lookahead(shards.claim, shards.read, lambda items: TakenIn(), 2 * BATCH, 8)
+    ahead.go_on()
+    assert ahead.first() is None
+    assert ahead.pop().taken_in == TakenIn()
+
+
 def test_an_input_without_an_index_is_read_a_shard_at_once():
     shards = Shards([20])
     shards.ahead(slice_items=0).go_on()
