@@ -216,6 +216,7 @@ class Computer:
         good, values = [], []
         for item in items:
             value, failure = self._attempt(partial(key, item), 1)
+            failure = NOT_ASKED if failure == INTERRUPTED else failure
             self._end_if_used_up(failure)
             if failure is None:
                 good.append(item)
@@ -223,7 +224,7 @@ class Computer:
             elif self._ends_task(failure.kind):
                 raise WorkerFailedError(failure.kind, f"item {item.index}: {failure.message}", failure.trace)
             else:
-                found.rows[item.index] = NOT_ASKED if failure == INTERRUPTED else failure
+                found.rows[item.index] = failure
         return good, values
 
     def compute(self, taken_in: TakenIn, history: History) -> Computed:

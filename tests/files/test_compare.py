@@ -126,6 +126,14 @@ def test_columns_that_one_side_lacks_make_no_difference_where_others_are_asked_f
     assert not package.compare(one, other.folder).equal
 
 
+def test_damaged_shards_of_each_side_are_named(tmp_path, one):
+    other = made(tmp_path / "other", [row(number) for number in range(N_ITEMS)])
+    path = other / "shards" / "00002.h5"
+    path.write_bytes(path.read_bytes()[:-1])
+    found = package.compare(one, other)
+    assert (found.a.damaged, [said[:8] for said in found.b.damaged]) == ([], ["00002.h5"])
+
+
 def test_summaries_stand_beside_each_other(slurmgpu, tmp_path, one):
     other = made(tmp_path / "other", [row(number) for number in range(N_ITEMS)])
     for folder, accuracy in ((one, 0.25), (other, 0.5)):

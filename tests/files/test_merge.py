@@ -407,14 +407,17 @@ def test_no_error_takes_the_place_of_a_good_row(run):
     assert merged_rows(run) == {**ALL_GOOD, **{i: -2 * i for i in range(15, 20)}}
 
 
-def test_a_revision_names_as_its_own_the_rows_that_it_replaced(run):
+def test_a_revision_keeps_the_notes_and_names_as_its_own_the_rows_that_it_replaced(run):
     """An item of it failed, which had a good row."""
     publish_all(run)
+    run.shard_path(1).unlink()
+    publish_rows(run, 1, 0, COLUMNS, [row(index) for index in range(5, 10)], {"tokens": 3}, {})
     write_recompute(run.folder, Recompute(2, {1: Again(1, [(6, 8)])}))
     publisher = Publisher(run.computing(2), Assignment("2_0", "2_0.0"), COLUMNS, print, lambda: None, False)
     publisher.read_former(1, 1)
     publisher.begin(ComputedShard(1, Computed({6: Failure("item_error", "bad"), 7: row(7, -1)}), 2.0, 1.0, None))
-    assert read_directory(run.revision_path(1, 1)).made_by["revisions"][0]["items"] == [[7, 8]]
+    directory = read_directory(run.revision_path(1, 1))
+    assert (directory.made_by["revisions"][0]["items"], directory.notes["tokens"]) == ([[7, 8]], 3)
     merge(run)
     assert merged_rows(run) == {**ALL_GOOD, 7: -14}
 

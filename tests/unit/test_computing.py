@@ -215,6 +215,15 @@ def test_an_item_error_that_is_raised_or_returned_is_the_items_own():
     assert str(failures(compute(Recorder(raise_at(1, error=ItemError))))[1].to_row()) == "item_error: cannot do 1"
 
 
+def test_what_an_item_error_of_users_calls_a_failure_is_no_failure_class():
+    class OwnError(ItemError):
+        failure = ["blurred", "dark"]
+
+    assert [failure.kind for failure in failures(compute(Recorder(raise_at(2, error=OwnError)))).values()] == [
+        "item_error"
+    ]
+
+
 def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard():
     def function(items):
         if len(items) > 3:
@@ -439,11 +448,12 @@ def test_what_a_workload_blames_its_node_or_itself_for_costs_no_item(error, kind
 
 def test_a_sort_key_ends_task_or_process_as_a_call_does(monkeypatch):
     def sorting(error):
-        return Recorder(sort_key=lambda item: raise_at(5, error=error)([item]))
+        return Recorder(sort_key=lambda item: len(raise_at(5, error=error)([item])))
 
     with pytest.raises(WorkerFailedError, match="item 5: cannot do 5") as raised:
         compute(sorting(NodeError))
     assert raised.value.kind == "node_fail"
+    assert [failure.kind for failure in failures(compute(sorting(Interrupted))).values()] == ["item_error"]
     monkeypatch.setattr("slurmgpu.worker.computer.is_used_up", lambda: True)
     with pytest.raises(WorkerBrokenError):
         compute(sorting(lambda text: OSError(errno.EMFILE, text)))
