@@ -51,6 +51,8 @@ class Column(ABC):
     """Whether a table takes a row's type from the read values, if they have one type in common."""
     blank_is_none: ClassVar[bool] = False
     """Whether a blank is read as None, so that a failed item shows whether it has a value."""
+    nan_is_unknown: bool = False
+    """Whether NaN in a good row is a value that nobody has measured, which the report does not mention."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None = None
 
@@ -99,16 +101,21 @@ class Column(ABC):
 
 @dataclass(frozen=True, init=False)
 class Array(Column, kind="array"):
-    """A column of arrays, all of one `dtype` and `shape`; shape () is one number."""
+    """A column of arrays, all of one `dtype` and `shape`; shape () is one number.
+
+    With `nan_is_unknown`, NaN stands for a value that is not known, and the report does not warn of it.
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+    nan_is_unknown: bool
     _bounds: Mapping[type, tuple[float, float]] = field(repr=False, compare=False)
 
-    def __init__(self, dtype: npt.DTypeLike, shape: int | Sequence[int] = ()) -> None:
+    def __init__(self, dtype: npt.DTypeLike, shape: int | Sequence[int] = (), *, nan_is_unknown: bool = False) -> None:
         # A frozen dataclass cannot set its own fields otherwise.
         object.__setattr__(self, "dtype", stored_dtype(dtype))
         object.__setattr__(self, "shape", checked_shape(shape))
+        object.__setattr__(self, "nan_is_unknown", nan_is_unknown)
         object.__setattr__(self, "_bounds", {} if self.shape else scalar_bounds(self.dtype))
 
     def convert(self, value: Any) -> npt.NDArray[Any]:
@@ -135,8 +142,9 @@ class Array(Column, kind="array"):
         return np.full(self.shape, np.nan if self.dtype.kind in "fc" else self.dtype.type(), self.dtype)
 
     def arguments(self) -> dict[str, Any]:
-        """The dtype in NumPy's notation, and the shape."""
-        return {"dtype": self.dtype.str, "shape": list(self.shape)}
+        """The dtype in NumPy's notation, the shape, and `nan_is_unknown` if it is true."""
+        known = {"dtype": self.dtype.str, "shape": list(self.shape)}
+        return {**known, "nan_is_unknown": True} if self.nan_is_unknown else known
 
     @property
     def pandas(self) -> str | None:

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -103,8 +103,8 @@ def write_shard(
 
     `rows` are as `convert_row` returns them. An ItemError is stored as the text `error` with blank columns, except for
     the values of a FailedRow. `notes` and `made_by` go into the user block and change no dataset. The note `not_finite`
-    is added: the number of rows with NaN, and with infinities, by column. On any failure, such as a full disk, the file
-    is removed and the OSError raised.
+    is added: the number of rows with NaN, unless the column has `nan_is_unknown`, and with infinities, by column. On
+    any failure, such as a full disk, the file is removed and the OSError raised.
     """
     contents = _contents(columns, range(start, start + len(rows)) if indices is None else indices, rows)
     identity: Attributes = {"fingerprint": fingerprint, "start": start, "stop": start + len(rows)}
@@ -123,7 +123,8 @@ def write_shard(
             file.seek(size)
             odd: set[str] = set()
             directory["datasets"], directory["rest_crc32"] = _write_behind_userblock(file, skeleton, contents, odd)
-            notes["not_finite"] = _count_not_finite(odd & largest.keys(), rows)
+            odd_columns = {name: columns[name] for name in sorted(odd & largest.keys())}
+            notes["not_finite"] = _count_not_finite(odd_columns, rows)
             directory["file_size"] = skeleton.size
             file.seek(0)
             file.write(pack_userblock(directory, size))
@@ -324,15 +325,16 @@ def _error_text(error: ItemError) -> bytes:
 
 
 def _count_not_finite(
-    names: Collection[str], rows: Sequence[Mapping[str, Any] | ItemError]
+    columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any] | ItemError]
 ) -> dict[str, tuple[int, int]]:
-    """The number of rows with NaN, and with infinities, of each column that has any."""
+    """The number of rows with NaN, unless it is a value like any other, and with infinities, by column that has any."""
     found = {}
-    for name in sorted(names):
+    for name, column in columns.items():
         values = [row[name] for row in rows if not isinstance(row, ItemError)]
-        values = [value for value in values if not np.isfinite(value).all()]
-        if values:
-            found[name] = sum(bool(np.isnan(v).any()) for v in values), sum(bool(np.isinf(v).any()) for v in values)
+        n_nan = 0 if column.nan_is_unknown else sum(bool(np.isnan(value).any()) for value in values)
+        n_infinite = sum(bool(np.isinf(value).any()) for value in values)
+        if n_nan or n_infinite:
+            found[name] = n_nan, n_infinite
     return found
 
 

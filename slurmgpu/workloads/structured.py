@@ -44,7 +44,7 @@ class Property:
         A missing number is NaN; for types without a missing value the column is JSON, which has null.
         """
         if self.type == "number" or (self.type in DTYPES and not self.is_optional):
-            return Array(DTYPES[self.type], () if n == 1 else (n,))
+            return Array(DTYPES[self.type], () if n == 1 else (n,), nan_is_unknown=self.is_optional)
         return Text() if self.type == "string" and n == 1 and not self.is_optional else Json()
 
     def value(self, name: str, found: Any) -> Any:

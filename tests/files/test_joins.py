@@ -117,6 +117,17 @@ def test_rows_with_nan_and_infinities_are_counted_for_each_column(tmp_path, monk
     }
 
 
+def test_nan_is_not_counted_where_it_means_unknown(tmp_path):
+    columns = {"speed": Array("float32", nan_is_unknown=True), "score": Array("float32")}
+    values = [(np.nan, 1), (np.nan, np.nan), (np.inf, 1)]
+    rows = [{"speed": np.array(speed, "<f4"), "score": np.array(score, "<f4")} for speed, score in values]
+    path = write(tmp_path / shard_name(0), 0, columns=columns, rows=rows)
+    assert join_parts([(0, path, 0, 3)], tmp_path / "merged.h5", columns=columns).not_finite == {
+        "score": {"nan": 1, "infinite": 0},
+        "speed": {"nan": 0, "infinite": 1},
+    }
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_shards_with_any_texts_are_joined_in_order(tmp_path_factory, data):

@@ -225,7 +225,7 @@ def test_columns_have_the_types_of_the_properties_for_one_answer_and_for_several
         "glad": Array("bool"),
         "color": Text(),
         "words": Json(),
-        "weight": Array("float64"),
+        "weight": Array("float64", nan_is_unknown=True),
         "nick": Json(),
     }
     assert {name: one.columns[name] for name in kinds} == kinds
@@ -234,7 +234,7 @@ def test_columns_have_the_types_of_the_properties_for_one_answer_and_for_several
         "age": Array("int64", (2,)),
         "glad": Array("bool", (2,)),
         "name": Json(),
-        "weight": Array("float64", (2,)),
+        "weight": Array("float64", (2,), nan_is_unknown=True),
     }
     first = {"age": 3, "height": 1, "name": "x", "glad": True, "color": "red", "words": ["a"], "weight": None}
     second = {**first, "age": 4, "weight": 2.5, "nick": "y"}

@@ -471,7 +471,10 @@ class Dot(torch.nn.Module):
 def test_a_model_of_ones_own_needs_only_losses(files):
     settings = own_model(files)
     rows = rows_of(**settings)
-    assert Tracin(**{**FILES, **settings}).facts.groups == ["entity", "relation"]
+    workload = Tracin(**{**FILES, **settings})
+    assert workload.facts.groups == ["entity", "relation"]
+    assert workload.columns["score"].nan_is_unknown
+    assert np.isnan(rows[0]["score"])
     assert rows[0]["proponent_shares"].shape == (5, 2)
     assert all(row["proponent_values"][0] > 0 for row in rows)
 

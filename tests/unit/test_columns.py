@@ -92,8 +92,10 @@ def test_columns_that_no_file_can_hold_are_refused_in_the_workloads_name(columns
 
 def test_columns_survive_json_in_their_order():
     columns = {"z": Array("f2", (2, 3)), "a": Ragged("<i8"), "m": Text(), "b": Array("?")}
+    columns["s"] = Array("f4", nan_is_unknown=True)
     value = columns_to_json(columns)
     assert value["z"] == {"kind": "array", "dtype": "<f2", "shape": [2, 3]}
+    assert value["s"] == {"kind": "array", "dtype": "<f4", "shape": [], "nan_is_unknown": True}
     assert list(columns_from_json(value).items()) == list(columns.items())
     assert check_columns(columns, "judge") == columns
 

@@ -89,9 +89,11 @@ class Tracin(PlannedSettings):
             columns[f"{side}s"] = Array("int64", (k,))
             columns[f"{side}_values"] = Array(self.number_dtype, (k,))
             columns[f"{side}_shares"] = Array(self.number_dtype, (k, len(self.facts.groups)))
-        columns |= {"self_influence": number, "loss": number, "score": number}
+        columns |= {"self_influence": number, "loss": number}
+        columns["score"] = Array(self.number_dtype, nan_is_unknown=self.is_own_model)
         if k or self.full:
             columns |= {name: Array("int64" if name == "n_counted" else "float64") for name in STATISTICS}
+            columns |= {name: Array("float64", nan_is_unknown=True) for name in ("influence_std", "positive_share")}
         if self.full:
             columns["influence"] = Array(self.full, (self.facts.n_train,))
         if self.full == "float16":

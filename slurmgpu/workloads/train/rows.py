@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUMBER, COUNT = Array("float64"), Array("int64")
+MEASURE = Array("float64", nan_is_unknown=True)
 
 MEASURED: Mapping[str, Column] = {
     "resumed": COUNT,
-    **dict.fromkeys(("wall_s", "start_s", "data_s", "compute_s", "communication_s"), NUMBER),
-    **dict.fromkeys(("evaluation_s", "checkpoint_s", "samples_per_s", "tokens_per_s", "mfu"), NUMBER),
+    **dict.fromkeys(("wall_s", "start_s", "data_s", "compute_s", "communication_s"), MEASURE),
+    **dict.fromkeys(("evaluation_s", "checkpoint_s", "samples_per_s", "tokens_per_s", "mfu"), MEASURE),
     "peak_memory_bytes": COUNT,
-    "energy_j": NUMBER,
+    "energy_j": MEASURE,
 }
 """The columns that differ between runs of the same configuration."""
 
