@@ -118,6 +118,14 @@ def test_a_task_elsewhere_that_beats_is_alive_and_one_that_is_silent_is_not(run,
     assert not (run.tasks / "7_0.0.alive").exists()
 
 
+def test_a_merge_job_waits_until_a_task_of_another_job_is_known_to_be_silent(run, monkeypatch):
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: beat(run, 2))
+    beat(run, 1)
+    assert live_tasks.others_alive(run, "7") is None  # its own array has ended, as Slurm knows
+    assert live_tasks.others_alive(run, "8").startswith("task 7_0.0 of bob on ")
+
+
 BEATS = """
 import json, sys, time
 from pathlib import Path

@@ -279,8 +279,9 @@ def test_slurm_says_the_end_in_the_environment_and_squeue_is_not_asked(monkeypat
     for name in ("SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     assert own_job(own_array=False).end_time() == 2e9
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(0xFFFFFFFE))  # a job without a limit
-    assert own_job(own_array=True).end_time() is None
+    for none in (0xFFFFFFFE, 0):  # a job without a limit, and one whose end is not known
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(none))
+        assert own_job(own_array=True).end_time() is None
 
 
 def test_a_year_is_no_walltime(monkeypatch):
@@ -341,11 +342,24 @@ def test_whose_the_environment_is_can_be_told_without_squeue(monkeypatch, caplog
     assert caplog.messages == []  # nobody was asked
 
 
-def test_where_the_environment_may_be_another_jobs_squeue_is_asked(monkeypatch, slow_squeue):
+def test_a_task_that_is_sure_of_its_job_does_not_wait_for_the_end_of_its_walltime(monkeypatch, slow_squeue, caplog):
+    path, go = slow_squeue("0:02")
+    monkeypatch.setattr("slurmgpu.slurm.own_job.IDENTITY_S", 0.0)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    for name, value in {"SLURM_JOB_ID": "7", "PATH": path, **array("6", "2", "4")}.items():
+        monkeypatch.setenv(name, value)
+    own = own_job(own_array=True)
+    assert (own.array_job, own.task, own.end_time()) == ("6", 2, None)
+    assert caplog.messages == []
+    go.touch()  # which ends squeue
+
+
+@pytest.mark.parametrize("end", [{}, {"SLURM_JOB_END_TIME": "2000000000"}])
+def test_where_the_environment_may_be_another_jobs_squeue_is_asked(monkeypatch, slow_squeue, end):
     path, go = slow_squeue("0:02")
     go.touch()
     monkeypatch.setattr("slurmgpu.slurm.own_job.IDENTITY_S", 280.0)
-    for name, value in {"SLURM_JOB_ID": "7", "PATH": path, **array("6", "2", "4")}.items():
+    for name, value in {"SLURM_JOB_ID": "7", "PATH": path, **array("6", "2", "4"), **end}.items():
         monkeypatch.setenv(name, value)
     own = own_job(own_array=False)
     assert (own.array_job, own.task) == ("7", 0)

@@ -17,14 +17,16 @@ import pytest
 
 from slurmgpu import submit
 from slurmgpu.cli.commands import sweep
+from slurmgpu.code import snapshots
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks, manual_jobs
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.run import lock
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import JOB_KEYS, Submission
 from slurmgpu.slurm import commands, queue
+from slurmgpu.slurm.own_job import OwnJob
 from slurmgpu.util.pids import own_id
 from tests.support.pretend_runs import pretend_run
 from tests.support.runs import (
@@ -566,6 +568,18 @@ def test_the_gpus_of_a_task_are_those_that_slurm_gave(monkeypatch, environment, 
     assert manual_jobs.gpus_here() == n_gpus
 
 
+def test_a_job_by_hand_has_the_code_of_the_last_submission_or_of_the_plan_or_none(tmp_path, monkeypatch):
+    def code_of_a_job(job):
+        return manual_jobs.join(run, OwnJob(job, 0, 0), None)["code"]
+
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+    assert code_of_a_job("8") is None
+    submitted = {"digest": "d" * 64, "left_out": []}
+    run.record_submission({**run.submissions()[-1], "submission": 3, "code": submitted})
+    monkeypatch.setattr(snapshots, "digests_in", lambda folder: ["the plan's"])
+    assert code_of_a_job("9") == submitted
+
+
 # Jobs of a run, by their names and arguments
 
 
@@ -603,15 +617,27 @@ def test_a_job_is_of_the_run_that_its_comment_names(comment, is_of):
 
 @pytest.fixture
 def cancelling(tmp_path, monkeypatch):
-    """`cancelling(jobs, **line)`: what `cancel` stops of a run whose one submission by hand is job 7, on "here"."""
+    """`cancelling(jobs, **line)`: what `cancel` stops of a run whose one submission by hand is job 7, on "here".
 
-    def cancel(*jobs, mode=0o644, **line):
+    `here` is the cluster's name, None if Slurm does not say it; `logs` is what the run's logs are a link to.
+    """
+
+    def cancel(*jobs, mode=0o644, here="here", logs=None, **line):
+        def cluster_name():
+            if here is None:
+                raise commands.SlurmUnavailableError("scontrol does not answer")
+            return here
+
         run = pretend_run(tmp_path / "run", 0, n_tasks=1)
         first = {"by_hand": True, "array_job": "7", "uid": os.getuid(), "state": "queued"}
         run.record_submission({"submission": 1, **first, **line})
         (run.folder / "submissions.jsonl").chmod(mode)
+        if logs is not None:
+            shutil.rmtree(run.logs)
+            run.logs.symlink_to(logs)
         stopped = []
-        monkeypatch.setattr(queue, "own_cluster", lambda: "here")
+        monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+        monkeypatch.setattr(commands, "cluster_name", cluster_name)
         monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): list(jobs))
         monkeypatch.setattr(commands, "cancel", lambda *ids: stopped.extend(ids))
         live_tasks.cancel(run)
@@ -715,6 +741,34 @@ def test_where_others_may_name_jobs_only_what_slurm_shows_to_be_the_runs_is_canc
     )
     stopped, _ = cancelling(job, mode=0o664, cluster="here", array_name="precious")
     assert stopped == (["7"] if stops else [])
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_script_in_the_logs_shows_whose_a_job_is_unless_others_made_them_a_link(cancelling, tmp_path, is_link):
+    """Who may write the run directory may let its logs be those of another run, whose jobs would be cancelled."""
+    (tmp_path / "same").symlink_to(tmp_path)
+    logs = tmp_path / "precious" / "logs"
+    logs.mkdir(parents=True)
+    folder = logs if is_link else tmp_path / "same" / "run" / "logs"
+    job = queue.QueuedJob("7", "RUNNING", "None", "any", "/", f"{folder}/submission_file_7.sh")
+    stopped, _ = cancelling(job, mode=0o664, logs=logs if is_link else None, cluster="here", array_name="any")
+    assert stopped == ([] if is_link else ["7"])
+
+
+def test_jobs_are_cancelled_by_their_ids_where_slurm_does_not_say_the_clusters_name(cancelling):
+    job = queue.QueuedJob("7", "RUNNING", "None", "train", "/home/ada", "train.sh x")
+    assert cancelling(job, here=None, cluster="there", array_name="train") == (["7"], True)
+
+
+def test_a_submission_that_recorded_no_ids_is_cancelled_with_the_jobs_that_are_the_runs(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+    lost = {name: value for name, value in run.submissions()[0].items() if name not in JOB_KEYS}
+    run.record_submission({**lost, "submission": 2, "state": "submitting"})
+    job = queue.QueuedJob("7", "RUNNING", "None", "any", "/", f"{run.logs}/submission_file_7.sh")
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): [job])
+    monkeypatch.setattr(commands, "cancel", lambda *ids: None)
+    assert live_tasks.cancel(run) == "Slurm jobs 7"
+    assert [line.get("cancelled") for line in run.submissions()] == [None, True]
 
 
 def test_a_submission_that_has_ended_on_another_cluster_hides_no_job_here_with_its_id(cancelling, tmp_path):
