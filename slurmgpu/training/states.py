@@ -169,7 +169,7 @@ def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
 
 def _repeats(tensor: torch.Tensor) -> list[int]:
     """The dimensions along which all values are the same memory."""
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.layout != torch.strided:
         return []
     return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
 
