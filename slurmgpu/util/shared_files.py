@@ -35,6 +35,8 @@ TRANSIENT = frozenset(
 )
 """Errors of a file system that may pass within a moment."""
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_NO_OTHER_GROUP = {*_NO_HARD_LINKS, errno.EACCES, errno.EINVAL}
+"""EINVAL: a user namespace, such as a container's, does not have the group."""
 PATIENCE_S = 60.0
 """How long an operation is retried by default: NFS clients use a cached answer no longer than that."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -347,8 +349,11 @@ def move(source: Path, target: Path) -> None:
         folder = target.parent.stat()
         with open(target, "rb") as moved:  # a copy, if it comes from another file system
             if folder.st_mode & stat.S_ISGID and os.fstat(moved.fileno()).st_gid != folder.st_gid:
-                with contextlib.suppress(PermissionError):  # a file that is made there may belong to it, all the same
+                try:
                     os.fchown(moved.fileno(), -1, folder.st_gid)
+                except OSError as error:  # a file that is made there may belong to it, all the same
+                    if error.errno not in _NO_OTHER_GROUP:
+                        raise
             os.fsync(moved.fileno())
 
     retried(put)

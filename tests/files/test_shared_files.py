@@ -1,5 +1,6 @@
 """Files on a file system that fails for a moment, shows what was, and holds what is no file."""
 
+import contextlib
 import errno
 import os
 import socket
@@ -129,6 +130,25 @@ def test_a_file_that_is_moved_into_a_projects_folder_belongs_to_its_group(tmp_pa
         (tmp_path / "a").write_text("x")
         move(tmp_path / "a", folder / "a")
     assert [(tmp_path / name / "a").stat().st_gid for name in ("plain", "setgid")] == [os.getgid(), 4242]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a folder to a group that it is not in")
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.EDQUOT])
+def test_a_file_is_moved_also_where_its_group_cannot_be_changed(tmp_path, monkeypatch, number):
+    """In a user namespace without the group, fchown(2) gives EINVAL."""
+    folder = tmp_path / "setgid"
+    folder.mkdir()
+    os.chown(folder, -1, 4242)
+    folder.chmod(0o2770)
+
+    def refused(*given):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fchown", refused)
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(OSError, match="quota") if number == errno.EDQUOT else contextlib.nullcontext():
+        move(tmp_path / "a", folder / "a")
+    assert (folder / "a").read_text() == "x"
 
 
 def test_a_write_whose_reply_is_lost_has_happened(tmp_path, monkeypatch):
