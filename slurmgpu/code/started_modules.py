@@ -48,7 +48,8 @@ def modules_in(texts: Mapping[int, str]) -> Iterator[tuple[int, str]]:
     for place in places:
         text = texts[place]
         if text in _OF_MODULE and (name := texts.get(place + 1)) is not None:
-            yield place + 1, name
+            if all(part.isidentifier() for part in name.split(".")):  # neither a placeholder nor a variable
+                yield place + 1, name
             next(places, None)
             is_launched = True  # torch.distributed.run, say
         elif text in _WITH_VALUE and not is_launched:
@@ -59,7 +60,5 @@ def modules_in(texts: Mapping[int, str]) -> Iterator[tuple[int, str]]:
 
 def file_of_module(name: str) -> Path | None:
     """The file that `python -m NAME` runs, relative to the working folder; None if it is not below that."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        return None
     path = Path(*name.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()), None)

@@ -985,6 +985,8 @@ def test_run_says_what_an_input_is_for(slurmgpu, tmp_path):
         (["bash", "-c", 'cd "$1" && python -m whisperx a.wav', "bash", "{path}"], "whisperx"),
         (["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lab.train", "{in}"], "train"),
         (["sort", "-m", "{path}"], "sort"),
+        (["python", "-m", "{module}"], "python"),
+        (["bash", "-c", 'python -m "$TOOL" "$1"', "bash", "{path}"], "bash"),
     ],
 )
 def test_a_script_names_the_run(program, name, tmp_path, monkeypatch):
