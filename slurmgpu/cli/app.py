@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -256,6 +257,7 @@ def merge(
     from slurmgpu.cli.views.report import show_report
     from slurmgpu.executors import submission as submitting
     from slurmgpu.merge.join import verify_joined
+    from slurmgpu.slurm.commands import final_code
     from slurmgpu.util.logging import log_to_stderr
 
     run = options.open_run(folder, trust=trust)
@@ -279,7 +281,8 @@ def merge(
         result_json(value)
     else:
         show_report(value)
-    raise typer.Exit(EXIT_COMPLETE if value["complete"] else EXIT_INCOMPLETE)
+    code = EXIT_COMPLETE if value["complete"] else EXIT_INCOMPLETE
+    raise typer.Exit(final_code(code) if code and wait and "SLURM_JOB_ID" in os.environ else code)
 
 
 @app.command("show")

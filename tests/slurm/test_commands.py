@@ -377,6 +377,15 @@ def test_a_merge_job_ends_with_a_code_for_which_slurm_does_not_start_it_again(pr
     assert commands.final_code(3) == code
 
 
+def test_a_merge_job_by_hand_does_so_too_and_a_merge_at_a_terminal_ends_with_3(pretending, slurmgpu, tmp_path):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    pretending("scontrol", 'echo "RequeueExit = 3"')
+    for command in ("squeue", "sacct"):
+        pretending(command, "exit 0")
+    slurmgpu("merge", "--wait", run.folder, expect=4, SLURM_JOB_ID="7")
+    slurmgpu("merge", "--wait", run.folder, expect=3)
+
+
 def test_an_end_that_accounting_has_is_not_replaced(pretending, tmp_path):
     run = pretend_run(tmp_path / "run", 300, n_tasks=1)
     now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime())
