@@ -14,9 +14,30 @@ from slurmgpu.util.users import expanded
 
 FILE = "file:"
 
+OF_RUN_FILE = ("gpus_per_task",)
+ELSEWHERE = {
+    "precision": "dtype torch_dtype",
+    "max_tokens": "max_new_tokens max_completion_tokens max_seq_length max_length",
+    "max_context": "max_model_len max_seq_length max_seq_len max_length",
+    "n": "num_return_sequences num_samples n_samples",
+    "stop": "stop_strings stop_sequences stop_words",
+    "schema": "guided_json json_schema response_format",
+    "choices": "guided_choice",
+    "regex": "guided_regex",
+    "grammar": "guided_grammar",
+    "model": "model_name model_name_or_path pretrained_model_name_or_path model_id model_path",
+    "system": "system_prompt system_message",
+    "chat_options": "chat_template_kwargs",
+    "adapter": "lora lora_path peft peft_model",
+    "batch_tokens": "max_num_batched_tokens",
+    "url": "base_url api_base",
+    "gpus_per_task": "tensor_parallel_size tensor_parallel tp_size tp",
+}
+"""The names of settings, and of keys of the run file, in transformers, vLLM and alike."""
+
 
 class UnknownSettingError(SlurmGPUError):
-    """A workload has no setting `name`."""
+    """A workload has no such setting; `name` is its name, or ours for what other programs call so."""
 
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
@@ -56,8 +77,9 @@ def check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
         return
     for name in settings:
         if name not in known:
-            hint = did_you_mean(name, known) or " It takes none."
-            raise UnknownSettingError(f"{title_of(full_name)} has no setting {name!r}.{hint}", name)
+            ours = _in_our_words(name, known)
+            hint = f" Here it is called {ours!r}." if ours else did_you_mean(name, known) or " It takes none."
+            raise UnknownSettingError(f"{title_of(full_name)} has no setting {name!r}.{hint}", ours or name)
     missing = [
         name
         for name, p in known.items()
@@ -67,6 +89,12 @@ def check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
         raise SlurmGPUError(
             f"{title_of(full_name)} needs the setting {missing[0]!r}: set it in [settings], or with --set."
         )
+
+
+def _in_our_words(name: str, known: Collection[str]) -> str | None:
+    """The setting, or the key of the run file, that other programs call `name`; None if there is none."""
+    there = [ours for ours, words in ELSEWHERE.items() if name in words.split()]
+    return next((ours for ours in there if ours in known or ours in OF_RUN_FILE), None)
 
 
 def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> dict[str, str]:

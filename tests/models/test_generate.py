@@ -14,6 +14,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Output
+from slurmgpu.loader.settings import ELSEWHERE, OF_RUN_FILE, names_of_settings
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
@@ -87,6 +88,9 @@ def test_planning_refuses_in_a_sentence_and_imports_no_torch(nothing, tmp_path):
         ('keep = ["idd"]\n', "takes the field 'idd', which "),
         ('schema = {properties = {sum = {type = "integer"}}, required = ["sum"]}\n', '"finish_reason", "sum"]'),
         ("max_token = 3\n", "has no setting 'max_token'. Did you mean 'max_tokens'?"),
+        ('dtype = "float16"\n', "generate has no setting 'dtype'. Here it is called 'precision'."),
+        ("max_new_tokens = 3\n", "Here it is called 'max_tokens'."),
+        ("tensor_parallel_size = 2\n", "Here it is called 'gpus_per_task'. gpus_per_task is a key of [resources]"),
         ('max_tokens = "3"\n', "setting 'max_tokens' should be a valid integer; found '3'."),
         ("top_p = 2.0\n", "top_p is 2.0; expected more than 0 and at most 1."),
         ('system = "file:nowhere.txt"\n', "system is 'file:nowhere.txt', but "),
@@ -112,6 +116,12 @@ print(json.dumps([found, sorted({name.split(".")[0] for name in sys.modules})]))
     for (_, sentence), said in zip(cases, found, strict=True):
         assert sentence in said
     assert not {"torch", "transformers", "tokenizers", "huggingface_hub", "vllm"} & set(modules)
+
+
+def test_names_of_other_programs_are_none_of_ours():
+    known = {*names_of_settings(Generate), *OF_RUN_FILE}
+    assert known >= ELSEWHERE.keys()
+    assert not known & {word for words in ELSEWHERE.values() for word in words.split()}
 
 
 def test_a_bad_setting_ends_submit_with_exit_code_2(nothing, project, slurmgpu):

@@ -115,6 +115,7 @@ def test_a_packages_model_takes_a_suffix_and_is_not_bound_into_an_image(tmp_path
         ("./nowhere", "there is no folder './nowhere'"),
         ("/no/where-8bit", "there is no folder '/no/where'"),
         ("a/b/c", "there is no folder 'a/b/c'"),
+        ("./emty", "\"package:NAME\". Did you mean 'empty'?"),
         ("https://huggingface.co/lab/model", "is a URL; expected the model's name on the hub, here 'lab/model'."),
         ("https://huggingface.co/lab/model/tree/main", "expected the model's name on the hub, here 'lab/model'."),
         ("empty", "has no config.json; expected a model folder"),
@@ -234,6 +235,20 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     with serving({"lab/model": FILES}) as there:
         [said] = ask(ASK.format(names=[("lab/model", None)]), there.address, tmp_path / "file" / "cache")
     assert f"cannot be written into the hub's cache, {tmp_path}/file/cache: Not a directory. Set HF_HOME" in said
+
+
+def test_a_folder_of_nearly_the_name_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "models" / "adder")
+    (tmp_path / "models" / "adderr.txt").touch()
+    (tmp_path / "adder").mkdir()
+    names = [("adderr", None), ("models/adderr-8bit", None)]
+    with serving({}) as there:
+        known = ask(ASK.format(names=names), there.address, tmp_path / "cache")
+    offline = ask(ASK.format(names=names), "http://127.0.0.1:1", tmp_path / "cache", HF_HUB_OFFLINE="1")
+    for said in (known, offline):
+        assert "Did you mean 'adder'?" in said[0]
+        assert "Did you mean 'models/adder'?" in said[1]
 
 
 def test_without_network_the_sentence_says_how_to_download(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import logging
 import os
@@ -13,6 +14,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.users import expanded
 
 MODEL_CONFIG = "config.json"
 
@@ -91,6 +93,17 @@ def _ask(repository: str, revision: str | None, question: Callable[[Any], Any]) 
         logger.setLevel(level)
 
 
+def similar_folder(model: str) -> str:
+    """` Did you mean …?` with a folder of nearly this name, to append to a sentence; empty if there is none."""
+    path = expanded(model)
+    try:
+        names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
+    except OSError:
+        return ""  # the error that this would be appended to is the one to be read
+    close = difflib.get_close_matches(path.name, sorted(names), n=1)
+    return f" Did you mean {str(Path(model).with_name(close[0]))!r}?" if close else ""
+
+
 class UnknownRepositoryError(SlurmGPUError):
     """The hub has no repository with this name that the user may see."""
 
@@ -115,7 +128,7 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> SlurmGP
         )
     at = f" at revision {revision!r}" if revision else ""
     beginning = f"model {repository!r}{at} is neither a folder here, nor on the hub, nor in its cache"
-    expected = 'expected a folder, a name on the hub, or "package:NAME".'
+    expected = f'expected a folder, a name on the hub, or "package:NAME".{similar_folder(repository)}'
     if "RepositoryNotFoundError" in kinds:
         return UnknownRepositoryError(
             f"{beginning}: the repository does not exist, or is private; {expected} For a private one set HF_TOKEN to "
@@ -127,5 +140,5 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> SlurmGP
     said = " ".join(described(error).split())[:300]
     return UnreachedError(
         f"model {repository!r}{at} is neither a folder here nor in the hub's cache, {cache_folder()}, and the hub was "
-        f"not reached. {FETCH}; HF_HOME must be the same there and here. ({said})"
+        f"not reached.{similar_folder(repository)} {FETCH}; HF_HOME must be the same there and here. ({said})"
     )

@@ -123,6 +123,7 @@ def locate(model: str, revision: str | None = None, marker: str = hub.MODEL_CONF
         raise SlurmGPUError(
             f"there is no folder {model!r} in {Path.cwd()};"
             ' expected the folder of a model, its name on the hub, or "package:NAME".'
+            f"{hub.similar_folder(model)}"
         )
     return hub.download(model, revision), model
 
