@@ -1,5 +1,7 @@
 """How verdicts are read, scored and counted, without a model."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -137,6 +139,21 @@ def test_a_position_is_preferred_where_it_won_in_both_orders():
     summary = summarize(Rows(pairs), read_rubric("pairwise"), 9, with_truth=False)
     assert summary["preferred_position"] == {"first": 2, "second": 1}
     assert (summary["agreement_rate"], summary["position_bias_rate"]) == (2 / 7, 5 / 7)
+
+
+def test_a_hint_says_that_most_verdicts_were_in_no_answer():
+    rows, rubric = Rows([("a", "a")] * 5), read_rubric("pairwise")
+    rows.columns["how"] = ["scored", "not at all", "parsed", "parsed again", "parsed"]
+    assert "hint" not in summarize(rows, rubric, 9, with_truth=False)
+    rows.columns["how"][2] = "scored"
+    said = "3 of 5 verdicts are in no answer of the judge; 2 of these were scored instead: "
+    assert summarize(rows, rubric, 9, with_truth=False)["hint"].startswith(said)
+    rows.columns["finish_reason"] = ["length"] * 5
+    cut, _, rest = summarize(rows, rubric, 9, with_truth=False)["hint"].partition(said)
+    assert cut.startswith("5 of 5 answers were cut at max_tokens = 9")
+    assert "choices or regex" in rest
+    scored = dataclasses.replace(rubric, method="score")  # as was asked for
+    assert "hint" not in summarize(rows, scored, 9, with_truth=False)
 
 
 def test_a_win_rate_is_that_of_the_verdicts_counted_beside_it():

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 
+SILENT_RATE = 0.5
+"""The share of items without a verdict in an answer above which a summary has a hint."""
+
+
 def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bool) -> dict[str, Any]:
     """The counts of the verdicts, and the rubric's measure.
 
@@ -68,10 +72,21 @@ def _unparsed(n_unparsed: int, n: int) -> dict[str, Any]:
 def _counted(
     verdicts: Counter[str], how: Iterable[str], ends: Iterable[str], rubric: Rubric, max_tokens: int
 ) -> dict[str, Any]:
-    """Part of a summary: the verdicts, how they were found, and why free answers ended."""
-    counts = {name: verdicts[name] for name in rubric.names}
-    found: dict[str, Any] = {"verdicts": counts, "how": dict(sorted(Counter(how).items()))}
-    return found | (ends_summary(Counter(ends), max_tokens) if rubric.method == "parse" else {})
+    """Part of a summary: the verdicts, how they were found, why free answers ended, and a hint if most had none."""
+    counts, by_way = {name: verdicts[name] for name in rubric.names}, Counter(how)
+    found: dict[str, Any] = {"verdicts": counts, "how": dict(sorted(by_way.items()))}
+    if rubric.method != "parse":
+        return found
+    found |= ends_summary(Counter(ends), max_tokens)
+    n, n_silent = by_way.total(), by_way["scored"] + by_way["not at all"]
+    if n_silent > SILENT_RATE * n:
+        hint = (
+            f"{n_silent:,} of {n:,} verdicts are in no answer of the judge; {by_way['scored']:,} of these were scored "
+            "instead: the likeliest ones, however unlikely. Read some answers in the column rationale. Examples "
+            "(fewshot) show the judge how to end, and choices or regex keep it to a verdict."
+        )
+        found["hint"] = " ".join(filter(None, [found.get("hint"), hint]))
+    return found
 
 
 def _sum_of_scores(merged: Merged, power: int = 1) -> float:
