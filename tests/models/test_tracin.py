@@ -557,16 +557,16 @@ subprocess.Popen(["sleep", "1000"])
 
 def test_a_model_of_ones_own_is_built_in_another_process(files, monkeypatch):
     architecture = mixed_model(files)["architecture"]
-    expected = own_parameters.built(architecture, 5, 2)
+    expected = own_parameters.built(architecture, 5, 2, {})
     (files / "mixed.py").write_text(AT_IMPORT + (files / "mixed.py").read_text())
-    assert own_parameters.own_parameters(architecture, 5, 2) == expected
+    assert own_parameters.own_parameters(architecture, 5, 2, {}) == expected
     (files / "mixed.py").write_text("import no_such_module\n")
-    found = own_parameters.own_parameters(architecture, 5, 2)
+    found = own_parameters.own_parameters(architecture, 5, 2, {})
     assert "mixed.py raised ModuleNotFoundError: No module named 'no_such_module'" in found
     (files / "mixed.py").write_text("import os\nos.write(2, b'no caf\\xe9 here')\nos._exit(3)\n")
-    assert own_parameters.own_parameters(architecture, 5, 2) == "no caf\N{REPLACEMENT CHARACTER} here"
+    assert own_parameters.own_parameters(architecture, 5, 2, {}) == "no caf\N{REPLACEMENT CHARACTER} here"
     monkeypatch.setattr("sys.executable", str(files / "no-python"))
-    assert "no-python" in str(own_parameters.own_parameters(architecture, 5, 2))
+    assert "no-python" in str(own_parameters.own_parameters(architecture, 5, 2, {}))
 
 
 def test_a_class_that_is_no_model_of_triples_is_refused_when_the_run_is_planned(files, monkeypatch):
@@ -581,6 +581,47 @@ def test_a_class_that_is_no_model_of_triples_is_refused_when_the_run_is_planned(
         SlurmGPUError, match=r"cannot be built from n_entities and n_relations: .*n_rel.* with the arguments"
     ):
         Tracin(**{**FILES, **own}).facts  # noqa: B018
+
+
+@pytest.mark.parametrize("find", [own_parameters.built, own_parameters.own_parameters])
+def test_a_checkpoint_that_does_not_fit_the_class_is_refused_when_the_run_is_planned(files, monkeypatch, find):
+    import torch
+
+    monkeypatch.setattr(planning, "own_parameters", find)
+    settings = own_model(files, config={"seed": 1})
+    content = torch.load(files / "dot.pt")
+    state = content["model_state_dict"]
+    wrapped = {f"module.{name}": value.double() for name, value in state.items()}
+    torch.save({**content, "model_state_dict": wrapped}, files / "first.pt")
+    settings["model"] = ["first.pt", "dot.pt"]
+    assert Tracin(**{**FILES, **settings}).facts.groups == ["entity", "relation"]
+    torch.save({**content, "model_state_dict": {**state, "bias": torch.zeros(3)}}, files / "dot.pt")
+    with pytest.raises(SlurmGPUError, match=r'(?s)dot\.pt does not fit dot\.py:Dot: .*Unexpected key.*"bias"'):
+        Tracin(**{**FILES, **settings}).facts  # noqa: B018
+    torch.save({**content, "model_state_dict": {**state, "relation.weight": torch.zeros(2, 5)}}, files / "dot.pt")
+    with pytest.raises(SlurmGPUError, match=r"(?s)dot\.pt does not fit dot\.py:Dot: .*relation\.weight.*\[2, 5\]"):
+        Tracin(**{**FILES, **settings}).facts  # noqa: B018
+
+
+HOOK = """
+    def _load_from_state_dict(self, state, *others):
+        if "table" in state:
+            assert {asserted}
+            state["entity.weight"] = state.pop("table")
+        super()._load_from_state_dict(state, *others)
+"""
+
+
+@pytest.mark.parametrize("asserted", ["len(state['table']) == {n}", "state['table'][0, 0].item() != 0"])
+def test_a_class_may_change_its_checkpoint_as_it_loads_it(files, asserted):
+    """One that looks at values can be tried only in a task."""
+    import torch
+
+    settings = own_model(files, OWN + HOOK.format(asserted=asserted.format(n=len(ENTITIES))))
+    state = torch.load(files / "dot.pt")
+    state["table"] = state.pop("entity.weight")
+    torch.save(state, files / "dot.pt")
+    assert all(row["self_influence"] > 0 for row in rows_of(**settings))
 
 
 def test_a_class_that_is_defined_only_beside_a_package_that_is_missing_here_is_left_to_the_tasks(files):

@@ -1,5 +1,7 @@
 """The parameters of the user's own model, at planning: its class is built without data, in another process.
 
+Checkpoints are loaded into it without data, too, so that one that does not fit is found before anything is queued.
+
 In another process, because user code must not stay imported for the next planning, and because importing PyTorch takes
 seconds.
 """
@@ -17,12 +19,19 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.exceptions import described
+from slurmgpu.util.exceptions import described, message_of
 from slurmgpu.util.packages import own_python_path
 
 TIMEOUT_S = 120
+
+MISMATCHES = ("size mismatch", "Missing key", "Unexpected key")
+"""What PyTorch says of a state dict that does not fit, whatever the values are."""
+
+States = Mapping[str, Mapping[str, tuple[list[int], str]]]
+"""The shape and the dtype of each tensor in the state dicts of checkpoints, by their paths."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +42,28 @@ class OwnParameters:
     others: Mapping[str, str]
 
 
-def own_parameters(architecture: str, n_entities: int, n_relations: int) -> OwnParameters | str:
+def own_parameters(architecture: str, n_entities: int, n_relations: int, states: States) -> OwnParameters | str:
     """The parameters of the class `architecture`, "file.py:Class"; or the reason why it cannot be built here.
 
-    SlurmGPUError if it can be imported, but cannot be a model on any machine.
+    SlurmGPUError if it can be imported, but cannot be a model on any machine, or if one of the `states` does not fit.
     """
     if "torch" not in sys.modules and find_spec("torch") is None:
         return "PyTorch is not installed"
     try:
         with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            return _of_process(Path(folder), architecture, n_entities, n_relations)
+            return _of_process(Path(folder), architecture, n_entities, n_relations, states)
     except subprocess.TimeoutExpired:
         return f"it took more than {TIMEOUT_S} seconds"
     except OSError as error:
         return described(error)
 
 
-def _of_process(folder: Path, architecture: str, n_entities: int, n_relations: int) -> OwnParameters | str:
+def _of_process(folder: Path, *asked: Any) -> OwnParameters | str:
     """Like `own_parameters`, in a process with files in `folder`; raises OSError and TimeoutExpired."""
-    answer, printed = folder / "answer.json", folder / "printed"
+    question, answer, printed = folder / "question.json", folder / "answer.json", folder / "printed"
+    question.write_text(json.dumps(asked), encoding="utf-8")
     code = f"from {__name__} import main; main()"
-    command = [sys.executable, "-c", code, str(answer), architecture, str(n_entities), str(n_relations)]
+    command = [sys.executable, "-c", code, str(question), str(answer)]
     environ = {**os.environ, "PYTHONPATH": own_python_path(), "CUDA_VISIBLE_DEVICES": ""}
     with printed.open("wb") as file:  # not a pipe: processes started by the class would keep it open
         started = subprocess.Popen(
@@ -76,18 +86,18 @@ def _of_process(folder: Path, architecture: str, n_entities: int, n_relations: i
 
 
 def main() -> None:
-    """Write the result of `built` as JSON to the file in the first argument; the others are passed to `built`."""
-    answer, architecture, *sizes = sys.argv[1:]
+    """Call `built` with what the first argument's file has as JSON, and write its result to the second's."""
+    question, answer = map(Path, sys.argv[1:])
     try:
-        found = built(architecture, *map(int, sizes))
+        found = built(*json.loads(question.read_bytes()))
         told = found if isinstance(found, str) else asdict(found)
     except SlurmGPUError as error:
         told = {"refused": str(error)}
-    Path(answer).write_text(json.dumps(told), encoding="utf-8")
+    answer.write_text(json.dumps(told), encoding="utf-8")
     os._exit(0)  # do not wait for threads and processes of the class
 
 
-def built(architecture: str, n_entities: int, n_relations: int) -> OwnParameters | str:
+def built(architecture: str, n_entities: int, n_relations: int, states: States) -> OwnParameters | str:
     """Like `own_parameters`, in this process."""
     try:
         import torch
@@ -115,4 +125,16 @@ def built(architecture: str, n_entities: int, n_relations: int) -> OwnParameters
             trainable[name] = value.numel()
         else:
             others[name] = "frozen: its requires_grad is False"
+    for path, state in states.items():
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype, None), device="meta")
+            for name, (shape, dtype) in state.items()
+        }
+        try:
+            module.load_state_dict(tensors)
+        except Exception as error:
+            # Other errors come from user code that needs the values, which only a task has.
+            said = message_of(error)
+            if isinstance(error, RuntimeError) and any(what in said for what in MISMATCHES):
+                raise SlurmGPUError(f"{path} does not fit {architecture}: {said}") from error
     return OwnParameters(trainable, others)

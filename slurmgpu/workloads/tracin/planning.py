@@ -273,17 +273,21 @@ def _known_model(settings: TracinSettings, paths: Sequence[str], known: graph.Gr
 
 
 def _own_model(settings: TracinSettings, paths: Sequence[str], known: graph.Graph) -> _Model:
-    """A user's own model; `not_built` says why its class could not be built, if so."""
+    """A user's own model; `not_built` says why its class could not be built, if so.
+
+    SlurmGPUError if a checkpoint does not fit the class that was built.
+    """
     contents = [peek_content(path) for path in paths]
     _expect_one_training([told_in(content) for content in contents], paths)
     _expect_dictionaries(settings, told_in(contents[0]), paths[0])
     rates = [learning_rate_in(content, path) for content, path in zip(contents, paths, strict=True)]
     for file in own_files(settings):
         _expect_file(file)
-    state = state_of(contents[0], paths[0])
-    found = own_parameters(settings.architecture, known.entities.size, known.relations.size)
+    states = {path: state_of(content, path) for path, content in zip(paths, contents, strict=True)}
+    shapes = {path: _shapes_in(state) for path, state in states.items()}
+    found = own_parameters(settings.architecture, known.entities.size, known.relations.size, shapes)
     not_built = found if isinstance(found, str) else None
-    parameters = _named_in(state) if isinstance(found, str) else found
+    parameters = _named_in(states[paths[0]]) if isinstance(found, str) else found
     if not parameters.trainable:
         raise SlurmGPUError(
             f"{settings.architecture} has no trainable parameter, so there are no influences. Make parameters require "
@@ -293,6 +297,12 @@ def _own_model(settings: TracinSettings, paths: Sequence[str], known: graph.Grap
     wanted = wanted_parameters(settings.parameters, settings.architecture, names, parameters.others)
     sizes = {name: parameters.trainable[name] for name in wanted}
     return _Model(settings.architecture, sizes, rates, not_built=not_built)
+
+
+def _shapes_in(state: Mapping[str, Any]) -> dict[str, tuple[list[int], str]]:
+    """The shape and the dtype of each tensor in a state dict."""
+    named = ((name, state[key]) for name, key in unwrapped(state).items())
+    return {name: ([*value.shape], str(value.dtype).removeprefix("torch.")) for name, value in named}
 
 
 def _named_in(state: Mapping[str, Any]) -> OwnParameters:
