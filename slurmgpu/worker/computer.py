@@ -328,6 +328,8 @@ class Computer:
         self, items: Sequence[Item], shard: _Shard, *, isolated: bool = False, ahead: Sequence[Item] = ()
     ) -> None:
         """Compute the items of one call while the next, `ahead`, are prepared; if it fails, in halves, recursively."""
+        if self._preparer is not None:
+            self._preparer.keep(items)  # first: if another preparation ends the process, these items are not to blame
         self.on_batch([item.index for item in items], isolated, ahead[0].index if ahead else None)
         failure = self._call(items, ahead, shard)
         all_fail = self._note_way(failure or self._common_failure(items, shard))

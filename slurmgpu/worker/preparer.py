@@ -40,20 +40,25 @@ class Preparer:
         """Begin to prepare these items in the thread; what was prepared ahead must have been taken or dropped."""
         self._ahead = items, self._thread.begin(partial(self._made, items))
 
+    def keep(self, items: Sequence[Item]) -> None:
+        """Drop what was prepared ahead, unless it was of the same items."""
+        if self._ahead is not None:
+            prepared, _ = self._ahead
+            if len(prepared) != len(items) or not all(map(is_, prepared, items)):
+                self.drop()
+
     def take(self, items: Sequence[Item]) -> Made:
-        """The result of `prepare` for these items: the one prepared ahead, if it was of the same items.
+        """The result of `prepare` for these items, for which `keep` was called.
 
         Raises what `prepare` raised.
         """
-        if self._ahead is not None:
-            (prepared, future), self._ahead = self._ahead, None
-            if len(prepared) == len(items) and all(map(is_, prepared, items)):
-                try:
-                    return future.result()
-                finally:
-                    del future  # an exception in it would keep itself, and the tensors of its frames, in memory
-            _wait(future)
-        return self._made(items)
+        if self._ahead is None:
+            return self._made(items)
+        (_, future), self._ahead = self._ahead, None
+        try:
+            return future.result()
+        finally:
+            del future  # an exception in it would keep itself, and the tensors of its frames, in memory
 
     def drop(self) -> None:
         """Forget what was prepared ahead, once it is made."""

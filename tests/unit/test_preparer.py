@@ -100,12 +100,14 @@ def test_the_next_batch_is_prepared_while_the_present_one_is_computed():
 
 def test_items_that_are_tried_again_are_not_prepared_while_those_of_the_next_shard_are(monkeypatch):
     began, waits, fails, real = threading.Event(), threading.Event(), [True], preparer._wait
+    in_flight, blamed = [], []
     monkeypatch.setattr(preparer, "_wait", lambda future: (began.is_set() and waits.set(), real(future)))
 
     def at_prepare(items):
         if items[0].index == 8:
             began.set()
             assert waits.wait(LONG_S)
+            blamed.append(in_flight[-1])
 
     def at_call(items):
         assert items[0].index < 6 or began.wait(LONG_S)
@@ -115,10 +117,16 @@ def test_items_that_are_tried_again_are_not_prepared_while_those_of_the_next_sha
 
     following = [Item(8, {"x": 8.0}), Item(9, {"x": 9.0})]
     workload = Doubling(at_prepare, at_call)
-    computed = compute(workload, retries=1, following=lambda: following)
+    computed = compute(
+        workload,
+        retries=1,
+        following=lambda: following,
+        on_batch=lambda indices, isolated, ahead: in_flight.append((indices, ahead)),
+    )
     waits.set()
     assert values(computed) == [2.0 * i for i in range(8)]
     assert workload.prepared == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [0, 1]]  # no batch twice but the first
+    assert blamed == [([6, 7], 8)]  # items that a death in the preparation of 8 would be blamed on
 
 
 def test_a_workload_without_prepare_has_no_thread():
