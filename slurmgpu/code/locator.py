@@ -216,9 +216,9 @@ def _on_path(name: str, above: Place | None = None) -> Place | None:
         return None if name not in sys.builtin_module_names else _INSTALLED
     inner = tuple(map(without_dots, spec.submodule_search_locations or ()))
     path = without_dots(spec.origin) if spec.origin and spec.has_location else None
-    if path is None and not inner:
-        return _INSTALLED
-    if any(is_others(each) for each in ((path,) if path else inner)):
+    if path is None:  # a namespace, which the user's modules may share with installed ones
+        inner = tuple(each for each in inner if not is_others(each))
+    if is_others(path) if path else not inner:
         return _INSTALLED
     if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and is_file(path, BRIEF_PATIENCE_S)):
         return _INSTALLED  # for example in a zip archive
