@@ -25,6 +25,26 @@ def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, monke
 
 
 @pytest.mark.parametrize(
+    ("by_hand", "had", "asks"),
+    [
+        (False, 64_000, {"mem_per_gpu": "1200M"}),
+        (True, 64_000, {"mem": "96000M"}),
+        (True, None, {"mem_per_gpu": "1200M"}),
+    ],
+)
+def test_after_a_script_by_hand_more_is_asked_for_than_its_job_had_if_that_is_known(
+    tmp_path, monkeypatch, by_hand, had, asks
+):
+    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+    run = pretend_run(tmp_path / "run", 10_000)
+    for record in run.attempts():
+        change(run, record["attempt"], failed=[[2, {"host_oom": 1}]], memory_mb=had)
+    last = {**run.last_submission(), "by_hand": by_hand}
+    options, _, _ = slurm_adjustments.learn(run, last, {"mem_per_gpu": "800M", "qos": "long"}, {})
+    assert options == {"qos": "long", **asks}
+
+
+@pytest.mark.parametrize(
     ("failure", "nodes", "third", "excluded"),
     [
         ("container", "112", {"failure": None}, ["gpu1"]),

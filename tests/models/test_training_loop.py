@@ -19,6 +19,7 @@ from slurmgpu.training.batches import Position, StepPlan  # noqa: E402
 from slurmgpu.training.blocks import find_blocks  # noqa: E402
 from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
 from slurmgpu.training.loop import UNKNOWN, Training, Version  # noqa: E402
+from slurmgpu.training.metric_monitor import MetricMonitor  # noqa: E402
 from slurmgpu.training.optimizer import lr_factor, make_optimizer  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
@@ -143,6 +144,17 @@ def test_a_training_stops_when_it_gets_no_better_and_its_best_weights_are_tested
         for split in ("val", "test"):
             loss = user.loss(model, user.data(split).tensors).item()
             assert measured[f"{split}_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("goal", ["min", "max"])
+def test_gains_that_are_together_above_min_delta_keep_a_training_from_stopping(goal):
+    sign = 1 if goal == "min" else -1
+    settings = TrainingSettings(epochs=1, metric="score", goal=goal, patience=3, min_delta=0.1)
+    monitor, stops = MetricMonitor(settings), []
+    for step, score in enumerate((1.0, 0.95, 0.89, 0.85, 0.82, 0.8)):
+        assert monitor.update(step, {"score": sign * score})  # each is the best so far
+        stops.append(monitor.should_stop)
+    assert stops == 5 * [False] + [True]
 
 
 @pytest.mark.parametrize("case", chosen("bf16", "fp16", "sharded bf16"))

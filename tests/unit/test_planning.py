@@ -470,6 +470,7 @@ def test_merged_files_of_several_runs_are_one_input_before_they_exist(project, s
         spec, index = planned.items.spec, folder / "index"
         shutil.copyfile(planned.items.files[0], index)
     assert [file.n_items for file in spec.files] == [6, 4, 5]
+    assert spec.files[1].size_bytes == (folder / "merged" / "merged.h5").stat().st_size  # it was read
     merge("first")
     merge("second")
     with Reader(spec, index) as reader:
