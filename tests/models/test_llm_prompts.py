@@ -208,6 +208,8 @@ def test_a_label_that_is_a_number_is_named_with_its_sign(text, label):
         (["A-1", "1"], "It is A–1", "A-1"),
         ("12345", "on a scale of 1–5 it is 4", "4"),
         (["0", "1–2", "3–5"], "It is 3–5, surely", "3–5"),
+        ("18", "I would say 1, or more:\nEight", "8"),
+        (["1", "1.0"], "1.00", None),
         (["1.5%", "2%"], "It is 1.5% of it", "1.5%"),
         (["1.5 million", "2 million"], "It is 1.5 million", "1.5 million"),
     ],

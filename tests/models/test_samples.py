@@ -11,6 +11,7 @@ import pytest
 
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.answers.metrics import best_of, vote_weights
 from slurmgpu.llm.interface.engine import Output
 from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
@@ -99,6 +100,12 @@ def test_raw_scores_weigh_by_their_exponentials():
     table = {"7": -1.0, "a 7": -1.0, "b 7": -1.0, "8": 0.0}
     row = row_of(samples, {"text": [*table], "answer": "7"}, scored_by(table))
     assert (row["vote"], row["weighted_vote"], row["best_text"]) == ("7", "7", "8")
+
+
+def test_a_text_without_a_score_is_never_the_best_and_has_no_weight_however_high_the_others_are():
+    assert best_of([math.nan, -2.0, -1.0]) == 2
+    assert best_of([math.nan]) == -1
+    assert vote_weights([math.nan, 1000.0, 999.0], is_raw=True) == [0.0, 1.0, math.exp(-1.0)]
 
 
 def test_paths_of_a_tree_vote_by_the_samples_that_they_stand_for():
