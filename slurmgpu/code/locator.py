@@ -28,10 +28,14 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder
 
 @dataclass(frozen=True)
 class Place:
-    """A module's file, which may be compiled, None for a namespace; and the folders of its submodules."""
+    """A module's file, which may be compiled, None for a namespace; and the folders of its submodules.
+
+    A namespace `is_shared` if installed distributions have modules of it in other folders.
+    """
 
     path: str | None
     folders: tuple[str, ...]
+    is_shared: bool = False
 
 
 _INSTALLED = Place(None, ())
@@ -136,6 +140,8 @@ class Locator:
             there = self._bound(name, here, there)
         if there is not None and there is not _INSTALLED:
             self._tops.add(name)
+            if there.is_shared:
+                self.foreign.add(name)
             return there
         if there is None and here is not None:  # a namespace: a folder without __init__.py
             return here
@@ -216,13 +222,12 @@ def _on_path(name: str, above: Place | None = None) -> Place | None:
         return None if name not in sys.builtin_module_names else _INSTALLED
     inner = tuple(map(without_dots, spec.submodule_search_locations or ()))
     path = without_dots(spec.origin) if spec.origin and spec.has_location else None
-    if path is None:  # a namespace, which the user's modules may share with installed ones
-        inner = tuple(each for each in inner if not is_others(each))
-    if is_others(path) if path else not inner:
+    own = inner if path else tuple(each for each in inner if not is_others(each))
+    if is_others(path) if path else not own:
         return _INSTALLED
     if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and is_file(path, BRIEF_PATIENCE_S)):
         return _INSTALLED  # for example in a zip archive
-    return Place(path, inner)
+    return Place(path, own, own != inner)
 
 
 def archive_of(spec: ModuleSpec | None) -> str | None:

@@ -147,16 +147,19 @@ def test_what_pip_has_installed_into_a_folder_on_the_path_is_not_the_users(tmp_p
 
 
 def test_modules_of_a_namespace_that_installed_distributions_share_are_the_users(tmp_path, monkeypatch):
-    for path in ("lab/mine.py", "own/acme/mine.py", "one/acme/core/__init__.py", "two/site-packages/acme/other.py"):
+    installed = ("one/acme/core/__init__.py", "two/site-packages/acme/other.py")
+    for path in ("lab/mine.py", "own/acme/mine.py", "own/utils/mine.py", *installed):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("")
     (tmp_path / "one" / "acme_core-1.0.dist-info").mkdir()
     (tmp_path / "one" / "acme_core-1.0.dist-info" / "RECORD").write_text("acme/core/__init__.py,,\n")
     for folder in ("one", "two/site-packages", "own"):
         monkeypatch.syspath_prepend(str(tmp_path / folder))
-    (tmp_path / "lab" / "mine.py").write_text("import acme.mine, acme.core, acme.other\n")
+    (tmp_path / "lab" / "mine.py").write_text("import acme.mine, acme.core, acme.other, utils.mine\n")
     tracer = Tracer(tmp_path / "lab", None)
     tracer.add_module("mine")
     found = tracer.finish()
-    assert {file.path.removeprefix(f"{tmp_path}/") for file in found.files} == {"lab/mine.py", "own/acme/mine.py"}
-    assert found.namespaces == ("acme",)
+    names = {file.path.removeprefix(f"{tmp_path}/") for file in found.files}
+    assert names == {"lab/mine.py", "own/acme/mine.py", "own/utils/mine.py"}
+    assert found.namespaces == ("acme", "utils")
+    assert found.packages & {"acme", "utils"} == {"acme"}  # whose versions are recorded
