@@ -1,4 +1,7 @@
-"""Names of items: from the run's key; without one the report uses their settings or first fields."""
+"""Names of items: from the run's key; without one the report uses their settings or first fields.
+
+Of a row of an earlier run it uses what that run kept of its items: what it computed tells the items less apart.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from slurmgpu.inputs import InputSpec, file_items, open_items, sweeps
 from slurmgpu.inputs.keys import cut, items_named, name_by
 from slurmgpu.report.build import FailedItem
 from slurmgpu.run.directory import Run
+from slurmgpu.run.plan_beside import plan_beside
 from slurmgpu.util.process_wide import working_folder
 
 log = logging.getLogger(__name__)
@@ -32,7 +36,9 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
         return
     until = time.monotonic() + MAX_S
     try:
-        names = {Path(file.path).name for file in InputSpec.from_json(run.input).files}
+        paths = [Path(file.path) for file in InputSpec.from_json(run.input).files]
+        names = {path.name for path in paths}
+        kept = {name for path in paths for name in plan_beside(path).get("keep", ())}
         is_sweep, is_file = sweeps.FILE in names, file_items.FILE in names
         with open_items(run) as read:
             for item in items[:MAX_NAMED]:
@@ -41,7 +47,8 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
                 [data] = read([item["index"]])
                 if not isinstance(data, ItemError):
                     by_key = name_by(run.plan.key, data) if run.plan.key else None
-                    told = {"name": data["name"]} if is_file else data
+                    told = {name: data[name] for name in data if name in kept} or data
+                    told = {"name": data["name"]} if is_file else told
                     item["name"] = by_key or name_of(told, None if is_sweep else N_FIELDS)
     except (OSError, SlurmGPUError, ValueError) as error:
         log.info("failed items are listed without names: %s", error)

@@ -18,12 +18,12 @@ from slurmgpu.llm.answers.metrics import accuracy, best_of, ratio, vote, vote_we
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.prompts.templates import take
 from slurmgpu.loader.names import BUILT_IN
+from slurmgpu.run.plan_beside import plan_beside
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.checkers import Checker
 from slurmgpu.workloads.item_errors import compute_good, value_or_error
 from slurmgpu.workloads.language_model import good_blocks, good_values, total
-from slurmgpu.workloads.plan_beside import plan_beside
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged

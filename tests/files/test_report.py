@@ -150,6 +150,19 @@ def test_failed_items_are_told_by_their_first_fields_and_configurations_by_their
     assert '  item 3 (lr = 0.01, width = 64, text = "a b"): item_error: not this one\n' in shown
 
 
+def test_a_row_of_an_earlier_run_is_told_by_what_that_run_kept(project, slurmgpu):
+    """Not by its index, and the first of what was computed."""
+    lines = [{"text": f"line {i}", "id": i} for i in range(8)]
+    folder = project(workload="Rows", items=lines, keep=["id", "text"])
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    (folder / "second.toml").write_text(
+        'input = "run/merged.h5"\nrun_dir = "second"\nhtml = false\n'
+        '[workload]\nuse = "workloads.py:Rows"\n[settings.faults]\n3 = "item_error"\n'
+    )
+    shown = slurmgpu("submit", "second.toml", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0).stdout
+    assert '  item 3 (id = 3, text = "line 3"): item_error: not this one\n' in shown
+
+
 def test_an_item_has_a_name_of_one_line():
     assert name_of({"a": "x\ny", "b": datetime(2026, 1, 2), "c": 3}, 2) == 'a = "x\\ny", b = "2026-01-02 00:00:00"'
     assert name_of({}) is None

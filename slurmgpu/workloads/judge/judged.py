@@ -12,9 +12,9 @@ from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.final_answers import number_of
 from slurmgpu.llm.prompts.templates import take, text_of
+from slurmgpu.run.plan_beside import plan_beside
 from slurmgpu.shards.columns import Json, columns_from_json
 from slurmgpu.workloads.judge.rubrics import Rubric
-from slurmgpu.workloads.plan_beside import plan_beside
 
 TEXTS = frozenset(("text", "text_a", "text_b"))
 """The names of judged texts in prompts."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.run.plan_beside import plan_beside
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.json_values import json_value
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item
-from slurmgpu.workloads.plan_beside import plan_beside
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
