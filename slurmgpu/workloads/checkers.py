@@ -68,6 +68,10 @@ class Checker:
         """Raise ItemError for an item without a right answer."""
         _reference_in(data, self.reference)
 
+    def failure(self, text: str, data: Mapping[str, Any]) -> str | None:
+        """Why the text's answer is wrong, in words that can be counted; None if it is right."""
+        return None if self.is_correct(text, data) else "wrong"
+
     def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
         """Whether the text's answer is right; ItemError if the item has none to compare with."""
         wanted = _reference_in(data, self.reference)
@@ -198,10 +202,14 @@ class Program(Checker):
         """Raise ItemError for an item without tests."""
         self._tests(data)
 
+    def failure(self, text: str, data: Mapping[str, Any]) -> str | None:
+        """Why the tests do not run to their end after the program: `no program`, or as in `sandbox.failure`."""
+        program = self.answer(text)
+        return "no program" if program is None else sandbox.failure(program, self._tests(data))
+
     def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
         """Whether the tests run to their end after the program."""
-        program = self.answer(text)
-        return program is not None and sandbox.passes(program, self._tests(data))
+        return self.failure(text, data) is None
 
     def _tests(self, data: Mapping[str, Any]) -> str:
         found = _reference_in(data, self.reference)

@@ -11,6 +11,7 @@ import platform
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,10 @@ MEMORY_BYTES = 2 << 30
 FILE_BYTES = 64 << 20
 N_PROCESSES = 12
 """Processes and threads: one of bubblewrap's, the program, and ten more, which together may have 22 GiB."""
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
+"""The exit codes at the end of a program's time."""
+NO_PROGRAM = 65
+"""The exit code for a text that is no Python, EX_DATAERR of sysexits.h."""
 TOLD_BYTES = 4096
 """The bytes that are read from a program's stdout and stderr: a word, or why it could not be started."""
 
@@ -65,7 +70,11 @@ program = sys.modules["program"] = importlib.util.module_from_spec(spec)
 sys.path.append(os.path.dirname(path))
 ways = ("multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver")
 sys.modules.update(dict.fromkeys(ways))
-exec(compile(asked["program"], path, "exec"), vars(program))
+try:
+    code = compile(asked["program"], path, "exec")
+except (SyntaxError, ValueError):
+    os._exit({NO_PROGRAM})
+exec(code, vars(program))
 for way in ways:
     sys.modules.pop(way, None)
 exec(compile(asked["tests"], "tests.py", "exec"), vars(program))
@@ -85,6 +94,16 @@ and so on until the time is over. Python refuses it in a main module.
 def passes(program: str, tests: str) -> bool:
     """Whether the program and then its tests run to their end within the limits."""
     return _run(program, tests) is None
+
+
+def failure(program: str, tests: str) -> str | None:
+    """Why a program does not pass: `syntax error`, `killed` at the end of its time, or `failed`; None if it does."""
+    said = _run(program, tests)
+    if said is None:
+        return None
+    if said == f"exit code {NO_PROGRAM}":
+        return "syntax error"
+    return "killed" if said in [f"exit code {code}" for code in KILLED] else "failed"
 
 
 def check() -> None:

@@ -15,14 +15,16 @@ from pathlib import Path
 
 import pytest
 
+import slurmgpu
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Output
-from slurmgpu.shards.columns import Array
+from slurmgpu.shards.columns import Array, convert_row
 from slurmgpu.workload import Item
 from slurmgpu.workloads import sandbox
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.samples import Samples
+from tests.support.shard_files import write
 from tests.support.tiny_models import make_unloadable
 
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
@@ -55,6 +57,22 @@ def box(monkeypatch):
 )
 def test_a_program_passes_if_its_tests_come_to_their_end(box, program, passes):
     assert box.passes(program, TESTS) is passes
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (RIGHT, None),
+        (RIGHT.replace("+", "-"), "failed"),
+        ("raise SystemExit(0)", "failed"),
+        ("def add(a, b)", "syntax error"),
+        ("x = '\0'", "syntax error"),
+        ("while True: pass", "killed"),
+    ],
+)
+def test_a_program_that_does_not_pass_has_a_reason(box, monkeypatch, program, why):
+    monkeypatch.setattr(sandbox, "CPU_S", 1)
+    assert box.failure(program, TESTS) == why
 
 
 IMPORTS = (
@@ -254,11 +272,11 @@ def test_the_program_is_the_last_block_of_an_answer_or_all_of_it(box):
 
 
 class Writer:
-    """An engine that writes a right program, then a wrong one, and so on."""
+    """An engine that writes a right program, then a wrong one, and so on; the fourth is none."""
 
     def generate(self, requests):
         for number, request in enumerate(requests):
-            text = RIGHT if number % 2 == 0 else RIGHT.replace("+", "-")
+            text = RIGHT if number % 2 == 0 else RIGHT.replace("+", "-") if number == 1 else "Here it is:"
             yield Output(request.id, f"```python\n{text}\n```", finish_reason="stop")
 
 
@@ -269,6 +287,10 @@ def test_collected_programs_are_right_if_their_tests_pass(tmp_path, box):
     collect.engine = Writer()
     row, bare = collect([Item(0, {"q": "add", "tests": TESTS}), Item(1, {"q": "add"})])
     assert row["rewards"] == [1, 0, 1, 0]
+    assert row["failures"] == [None, "failed", None, "syntax error"]
+    path = write(tmp_path / "0.h5", 0, 2, columns=collect.columns, rows=[convert_row(collect.columns, row), bare])
+    with slurmgpu.open(path) as merged:
+        assert collect.summarize(merged)["failures"] == {"failed": 1, "syntax error": 1}
     assert [path["answer"] for path in row["paths"]][:2] == [RIGHT, RIGHT.replace("+", "-")]
     assert str(bare).startswith("no right answer in field 'tests'")
 

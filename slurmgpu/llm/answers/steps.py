@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Path:
-    """A sampled answer: the nodes of its steps down to the leaf, and its whole text."""
+    """A sampled answer: the nodes of its steps down to the leaf, its whole text, and why it is wrong, if known."""
 
     nodes: tuple[int, ...]
     text: str
@@ -55,6 +55,7 @@ class Path:
     cut: bool
     is_long: bool = False
     reasoning: str = ""
+    failure: str | None = None
 
 
 class Tree:
@@ -82,6 +83,7 @@ class Tree:
         correct: bool,
         cut: bool,
         reasoning: str = "",
+        failure: str | None = None,
         generated: Generated = NOTHING_GENERATED,
     ) -> None:
         """Add the path of a completion from the node `start`; `generated` has all tokens after the question.
@@ -109,7 +111,7 @@ class Tree:
             nodes.append(node)
         self.nodes[node].visits += 1
         self.nodes[node].hits += correct
-        self.paths.append(Path(tuple(nodes), whole, answer, correct, cut, is_long, reasoning))
+        self.paths.append(Path(tuple(nodes), whole, answer, correct, cut, is_long, reasoning, failure))
 
     def open_nodes(self, depth: int | None = None) -> list[int]:
         """The nodes that can be continued, except the question; at one depth if given."""

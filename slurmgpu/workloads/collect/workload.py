@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path as FilePath
@@ -27,7 +28,7 @@ from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.steps_scorer import SCORED, ScoredTree, StepsScorer, scored_totals
 from slurmgpu.workloads.collect.totals import checked_pass_at, totals
 from slurmgpu.workloads.item_errors import compute_good
-from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint, n_truncated
+from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint, good_values, n_truncated
 from slurmgpu.workloads.score.scorer import ScorerSettings
 
 if TYPE_CHECKING:
@@ -124,6 +125,9 @@ class Collect(LanguageModelWorkload):
         self.kept_fields = tuple(keep)
         self.fields = {*self.prompts.fields, *([] if ":" in checker else [reference])}
         self.columns = {**COLUMNS, **({"n_truncated": Array("int32")} if self._truncates else {})}
+        self._tells_failures = checker == "python"
+        if self._tells_failures:
+            self.columns["failures"] = Json()
         if "images" in settings:
             _check_with_images(self.rollouts, self.tree, scorer)
         shown: dict[str, Any] = {"prompt": prompt, "messages": messages, "system": system}
@@ -246,14 +250,15 @@ class Collect(LanguageModelWorkload):
             tree, cut = draw.search.tree, output.finish_reason == "length"
             checked = self._check(draw.search, tree.whole_text(draw.node, output.text), cut)
             if checked is not None:
-                correct, answer = checked
+                failure, answer = checked
                 tree.add(
                     draw.node,
                     output.text,
                     answer=answer,
-                    correct=correct,
+                    correct=failure is None,
                     cut=cut,
                     reasoning=output.reasoning,
+                    failure=failure,
                     generated=output.generated,
                 )
 
@@ -271,18 +276,18 @@ class Collect(LanguageModelWorkload):
             checked = self._check(draw.search, node.prefix + output.text, output.finish_reason == "length")
             if checked is not None:
                 node.visits += 1
-                node.hits += checked[0]
+                node.hits += checked[0] is None
                 draw.search.n_rollouts += 1
 
-    def _check(self, search: Search, text: str, cut: bool) -> tuple[bool, str | None] | None:
-        """Whether an answer is right, and the answer; a truncated answer is not right.
+    def _check(self, search: Search, text: str, cut: bool) -> tuple[str | None, str | None] | None:
+        """Why an answer is wrong, None if it is right, and the answer; a truncated answer is not right.
 
         None if the checker fails: that is the item's error, and the checker, which may be slow, is not run again.
         """
         if search.error is not None:
             return None
         try:
-            return not cut and self.checker.is_correct(text, search.item.data), self.checker.answer(text)
+            return "cut" if cut else self.checker.failure(text, search.item.data), self.checker.answer(text)
         except ItemError as error:  # a function of the user's raised, or a pattern takes too long
             search.error = error
             return None
@@ -325,6 +330,8 @@ class Collect(LanguageModelWorkload):
         }
         if self._truncates:
             row["n_truncated"] = search.n_truncated
+        if self._tells_failures:
+            row["failures"] = [path.failure for path in paths]
         return row if search.scored is None else {**row, **self._chosen(search.scored, paths, weights)}
 
     def _chosen(self, scored: ScoredTree, paths: Sequence[Path], weights: Sequence[Fraction]) -> Row:
@@ -352,6 +359,9 @@ class Collect(LanguageModelWorkload):
         found = totals(merged, self.n_independent, self.pass_at)
         if self._truncates:
             found["n_truncated"] = n_truncated(merged)
+        if "failures" in merged.columns:
+            failures = Counter(each for row in good_values(merged, "failures") for each in row if each is not None)
+            found["failures"] = dict(sorted(failures.items()))
         if self.steps_scorer is not None:
             found |= scored_totals(merged)
         return found | cut_hint(found["n_cut"], found["n_paths"], self.sampling.max_tokens, "paths")
