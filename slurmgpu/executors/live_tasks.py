@@ -132,7 +132,7 @@ def cancel_all(runs: Sequence[Run]) -> Iterator[tuple[Run, str | SlurmGPUError]]
     while left:
         since, among, seen = time.monotonic(), dict[str, Sequence[Any] | None](), list[_Cancelled]()
         try:
-            while left and len(seen) < MOST_TOGETHER and time.monotonic() - since <= ANSWER_S:
+            while left and len(seen) < MOST_TOGETHER and not (seen and time.monotonic() - since > ANSWER_S):
                 seen.append(_cancelled_but_jobs(left.popleft(), among))
         finally:  # their runs say by now that they are cancelled
             _end_jobs(seen)

@@ -11,6 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pykeen.models import ComplEx, ConvE, DistMult, TransE  # first: see test_kge_conve.py
+from pykeen.training import SLCWATrainingLoop
+from pykeen.triples import CoreTriplesFactory
 from torch import nn
 
 from slurmgpu.errors import SlurmGPUError
@@ -30,10 +33,10 @@ RELATIONS = Dictionary("rel_dict.txt", {f"r{i}": i for i in range(R)})
 TRIPLES = torch.tensor([[0, 0, 1], [1, 2, 3], [4, 1, 4], [6, 2, 0], [5, 0, 2]])
 
 PYKEEN = {
-    "conve": ("ConvE", {"embedding_dim": 15, "output_channels": 2, "embedding_height": 3, "embedding_width": 5}),
-    "distmult": ("DistMult", {"embedding_dim": 6}),
-    "complex": ("ComplEx", {"embedding_dim": 5}),
-    "transe": ("TransE", {"embedding_dim": 6}),
+    "conve": (ConvE, {"embedding_dim": 15, "output_channels": 2, "embedding_height": 3, "embedding_width": 5}),
+    "distmult": (DistMult, {"embedding_dim": 6}),
+    "complex": (ComplEx, {"embedding_dim": 5}),
+    "transe": (TransE, {"embedding_dim": 6}),
 }
 OURS = {"conve": OurConvE, "distmult": OurDistMult, "complex": OurComplEx, "transe": OurTransE}
 
@@ -49,13 +52,10 @@ def shaken(model):
 
 
 def pykeen_model(architecture, inverse=False):
-    import pykeen.models  # with scikit-learn, which each worker would import to collect this file
-    from pykeen.triples import CoreTriplesFactory
-
     logging.getLogger("pykeen").setLevel(logging.ERROR)
     factory = CoreTriplesFactory(TRIPLES, num_entities=N, num_relations=R, create_inverse_triples=inverse)
     made, options = PYKEEN[architecture]
-    return shaken(getattr(pykeen.models, made)(triples_factory=factory, random_seed=0, **options))
+    return shaken(made(triples_factory=factory, random_seed=0, **options))
 
 
 class Original(nn.Module):
@@ -474,10 +474,6 @@ def test_adams_weights_of_pykeen_models_have_our_shapes(tmp_path):
 
 
 def test_a_checkpoint_of_pykeens_training_loop_is_read_without_its_random_state(tmp_path):
-    from pykeen.models import DistMult
-    from pykeen.training import SLCWATrainingLoop
-    from pykeen.triples import CoreTriplesFactory
-
     factory = CoreTriplesFactory(TRIPLES, num_entities=N, num_relations=R)
     model = DistMult(triples_factory=factory, random_seed=0, embedding_dim=6)
     loop = SLCWATrainingLoop(

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pykeen.models  # before any test imports bitsandbytes and torchao: PyKEEN refuses their two AdamW8bit
 import pytest
 import torch
 from torch.nn import functional
@@ -233,7 +234,6 @@ def most_allocated(profile):
 
 @pytest.mark.parametrize("inverse", [False, True])
 def test_scores_are_those_of_pykeen(inverse, tmp_path):
-    import pykeen.models
     from pykeen.datasets import Nations
 
     torch.manual_seed(0)
