@@ -632,12 +632,14 @@ def test_an_item_that_kills_its_process_is_tried_until_that_is_no_chance(one, tm
 
 
 def test_a_slice_that_dies_is_halved_and_its_last_item_tried_again(score, tmp_path, monkeypatch):
-    command = score("os.kill(os.getpid(), 11) if any(i['data']['text'] == 'bad' for i in items) else None")
+    command = score("open('calls', 'a').write('x'); os.kill(os.getpid(), 11)")
     with pytest.raises(CallFailedError) as raised:
         command(items("a", "bad"))
     assert raised.value.failure == "crash"
+    assert (tmp_path / "calls").read_text() == "x"
     with pytest.raises(CallFailedError, match="died by SIGSEGV"):
         command(items("bad"))
+    assert (tmp_path / "calls").read_text() == "xxx"
 
 
 def test_exit_code_75_is_tried_again_later(one, score):
@@ -651,6 +653,9 @@ def test_exit_code_75_is_tried_again_later(one, score):
 def test_a_row_says_that_its_error_may_pass(one):
     [error] = one('print(\'{"error": "HTTP 429", "retry": 30}\')')(items("a"))
     assert (type(error), str(error), error.after) == (Retry, "HTTP 429", 30)
+    for no in ("0", "-1", "false"):
+        [error] = one(f'print(\'{{"error": "HTTP 404", "retry": {no}}}\')')(items("a"))
+        assert type(error) is ItemError
 
 
 def test_a_kill_for_lack_of_host_memory_is_the_workers_if_an_item_is_alone(one, score, monkeypatch):
@@ -811,6 +816,9 @@ def test_memory_and_gpus_are_seen_in_what_was_raised_far_from_the_end_of_stderr(
         score(f"{LAUNCHER}\nsay('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB')")(
             items("a", "b")
         )
+    # An item that is alone in its call by design has no smaller batch.
+    [error] = one(f"{LAUNCHER}\nsay('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB')")(items("a"))
+    assert isinstance(error, ItemError)
     asked = []
     monkeypatch.setattr(gpus, "check_again", asked.append)
     command = one(f"{LAUNCHER}\nsay('RuntimeError: CUDA error: uncorrectable ECC error encountered')")
@@ -1657,6 +1665,12 @@ def test_a_stream_that_answers_twice_fails_its_call_and_no_later_one(served, pau
     assert command([second]) == [{"n": 2}]
 
 
+def test_what_a_stream_prints_with_its_last_answer_fails_no_later_call(served):
+    command = served("sys.stdout.write(json.dumps(answer) + '\\nbye\\n'); sys.stdout.flush()")
+    assert command(items("a")) == [{"n": 1}]
+    assert command(items("bb")) == [{"n": 2}]
+
+
 def test_a_stream_that_ends_with_its_last_answer_has_given_it(served):
     command = served(f"{ANSWER}\nif item['index'] == 1: os._exit(3)")
     assert command(items("a", "bb")) == [{"n": 1}, {"n": 2}]
@@ -1755,6 +1769,7 @@ def test_a_line_of_a_stream_without_end_is_bounded(served, monkeypatch):
     [
         ("import sys; sys.exit('no model')", "exited with code 1: no model"),
         ("print('Loading', flush=True)", 'expected {"ready": true}, which slurmgpu.serve writes. Print everything'),
+        ("print('{\"ready\": false}', flush=True)", "the first line of stdout is '{\"ready\": false}'; expected"),
         ("pass", "exited with code 0"),
     ],
 )
