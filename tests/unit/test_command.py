@@ -18,7 +18,7 @@ import pytest
 from slurmgpu import Array, Item, ItemError, Json, Ragged, Retry, SlurmGPUError, TaskContext, Text
 from slurmgpu.code.present_files import PresentFiles
 from slurmgpu.code.started_modules import module_of
-from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError, WorkloadError
+from slurmgpu.errors import GPUFaultError, Interrupted, NodeError, WorkerBrokenError, WorkloadError
 from slurmgpu.util import gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.out_of_memory import OutOfMemoryError
@@ -640,6 +640,15 @@ def test_a_slice_that_dies_is_halved_and_its_last_item_tried_again(score, tmp_pa
     with pytest.raises(CallFailedError, match="died by SIGSEGV"):
         command(items("bad"))
     assert (tmp_path / "calls").read_text() == "xxx"
+
+
+def test_a_program_that_resumes_may_hear_of_the_end_before_its_task_does(tmp_path, monkeypatch):
+    run = [sys.executable, "-S", "-c", "raise SystemExit(1)", "{text}"]  # not by a signal: called once
+    command = loaded(tmp_path, monkeypatch, run=run, resumes=True)
+    hears = iter([False, True])
+    monkeypatch.setattr(command, "_stopping", lambda: next(hears))
+    with pytest.raises(Interrupted):
+        command(items("a"))
 
 
 def test_exit_code_75_is_tried_again_later(one, score):
