@@ -77,7 +77,7 @@ def check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
         return
     for name in settings:
         if name not in known:
-            ours = _in_our_words(name, known)
+            ours = in_our_words(name, ELSEWHERE, {*known, *OF_RUN_FILE})
             hint = f" Here it is called {ours!r}." if ours else did_you_mean(name, known) or " It takes none."
             raise UnknownSettingError(f"{title_of(full_name)} has no setting {name!r}.{hint}", ours or name)
     missing = [
@@ -91,10 +91,12 @@ def check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _in_our_words(name: str, known: Collection[str]) -> str | None:
-    """The setting, or the key of the run file, that other programs call `name`; None if there is none."""
-    there = [ours for ours, words in ELSEWHERE.items() if name in words.split()]
-    return next((ours for ours in there if ours in known or ours in OF_RUN_FILE), None)
+def in_our_words(name: str, elsewhere: Mapping[str, str], known: Collection[str]) -> str | None:
+    """The known name of what other programs call `name`; None if there is none.
+
+    `elsewhere` has names of ours, each with the words of other programs, separated by blanks.
+    """
+    return next((ours for ours, words in elsewhere.items() if ours in known and name in words.split()), None)
 
 
 def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.loader.settings import in_our_words
 from slurmgpu.training.settings import TrainingSettings
 
 HINTS: Mapping[str, Any] = typing.get_type_hints(TrainingSettings)
@@ -28,7 +29,7 @@ LEAST = {
 }
 """The smallest value of each numeric setting."""
 
-_ELSEWHERE = {
+ELSEWHERE = {
     "lr": "learning_rate lrate",
     "batch_size": "per_device_train_batch_size per_gpu_batch_size micro_batch_size train_micro_batch_size_per_gpu",
     "global_batch_size": "train_batch_size total_batch_size effective_batch_size",
@@ -58,7 +59,6 @@ _ELSEWHERE = {
     "threads": "num_threads n_threads",
     "seed": "random_seed random_state manual_seed",
 }
-ELSEWHERE: Mapping[str, str] = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
 """The names of settings in other frameworks."""
 
 _OF_OPTIMIZER = ("optimizer", "lr", "weight_decay", "momentum", "betas", "fused")
@@ -161,8 +161,8 @@ def meant(name: str, arguments: Iterable[str]) -> str:
     arguments = [*arguments]
     if plain != name and (plain in HINTS or plain in arguments):
         return f" Write {plain} instead."
-    if plain in ELSEWHERE:
-        return f" Here it is called {ELSEWHERE[plain]!r}."
+    if (ours := in_our_words(plain, ELSEWHERE, HINTS)) is not None:
+        return f" Here it is called {ours!r}."
     if (found := did_you_mean(name, [*HINTS, *arguments])).startswith(" Did"):  # not the list of all fifty names
         return found
     takes = f"The class takes {', '.join(arguments)}; the" if arguments else "The"
