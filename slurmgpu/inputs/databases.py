@@ -28,6 +28,8 @@ _NOT_SQL = re.compile(
 )
 _ORDER = re.compile(r"[()\[\]]|\border\s+by\b", re.IGNORECASE)
 _NULL = type(None)
+_CHANGED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|\b(UHUGEINT|BIGNUM|BIT|TIME WITH TIME ZONE)\b""")
+"""DuckDB's types whose values Arrow gets as other ones: as -1, as bytes, or without the time zone."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ def _pack_sqlite(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
             cursor = database.execute(query.sql)
             with RowGroups(path, schema) as groups:
                 for rows in iter(lambda: cursor.fetchmany(_BATCH_ROWS), []):
-                    typed = zip(zip(*rows, strict=True), schema.types, strict=True)
-                    groups.add(pa.table([pa.array(values, its_type) for values, its_type in typed], schema=schema))
+                    typed = zip(schema, zip(*rows, strict=True), strict=True)
+                    groups.add(pa.table([_array(query, *each) for each in typed], schema=schema))
                 return columns, _finished(query, groups)
     except (sqlite3.Error, sqlite3.Warning) as error:
         raise _failed(query, error) from error
@@ -136,6 +138,12 @@ def _pack_duckdb(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
         with closing(duckdb.connect(str(query.path), read_only=True)) as database:
             if len(database.extract_statements(query.sql)) != 1 or (rows := database.sql(query.sql)) is None:
                 raise SlurmGPUError(f"The input's query is not a single SELECT: {' '.join(query.sql.split())!r}.")
+            for name, kind in zip(rows.columns, map(str, rows.types), strict=True):
+                if any(found[1] for found in _CHANGED.finditer(kind)):
+                    raise SlurmGPUError(
+                        f"Column {name!r} of the query of {query.path} has the type {kind}, whose values would change. "
+                        f"Convert it in the query, for example CAST({name} AS TEXT) AS {name}."
+                    )
             reader = rows.to_arrow_reader(_BATCH_ROWS)
             columns = _checked_columns(query, reader.schema.names)
             with RowGroups(path, reader.schema) as groups:
@@ -172,6 +180,20 @@ def _arrow_type(query: Query, name: str, kinds: set[type]) -> Any:
     return {int: pa.int64(), float: pa.float64(), str: pa.large_string(), bytes: pa.large_binary(), _NULL: pa.null()}[
         kind
     ]
+
+
+def _array(query: Query, field: Any, values: Sequence[Any]) -> Any:
+    """Values of SQLite in the type of their column."""
+    import pyarrow as pa
+
+    try:
+        return pa.array(values, field.type)
+    except pa.ArrowInvalid as error:
+        raise SlurmGPUError(
+            f"Column {field.name!r} of the query of {query.path} has floats and a large integer, which a float may "
+            f"not hold exactly: {error}. Convert them in the query: CAST({field.name} AS TEXT) AS {field.name}, or AS "
+            f"REAL to round them."
+        ) from error
 
 
 def _finished(query: Query, groups: RowGroups) -> InputFile:

@@ -334,6 +334,29 @@ def test_a_query_that_cannot_be_an_input_is_refused(tmp_path: Path, named: str, 
         plan_query(named, tmp_path)
 
 
+def test_a_column_of_sqlite_has_no_rounded_integers(tmp_path: Path) -> None:
+    """Beside floats they would be floats, which may be other numbers."""
+    make_sqlite(tmp_path / "a.db", [(1, "a", 2**53 + 1, b""), (2, "b", 0.5, b"")])
+    with pytest.raises(SlurmGPUError, match=r"'score' .* has floats and a large integer, .* 9007199254740993 is"):
+        plan_query("sqlite:a.db?SELECT score FROM docs ORDER BY id", tmp_path)
+    spec = plan_query("sqlite:a.db?SELECT CAST(score AS TEXT) AS score FROM docs ORDER BY id", tmp_path)
+    assert all_items(spec, tmp_path / "index") == [{"score": "9007199254740993"}, {"score": "0.5"}]
+
+
+@pytest.mark.parametrize(
+    "value", ["340282366920938463463374607431768211455::UHUGEINT", "['101'::BIT]", "'12:00:00+02'::TIMETZ", "5::BIGNUM"]
+)
+def test_types_of_duckdb_that_arrow_would_change_are_refused(tmp_path: Path, value: str) -> None:
+    with contextlib.closing(duckdb.connect(str(tmp_path / "a.duckdb"))) as database:
+        database.execute("CREATE TABLE docs (id INTEGER)")
+        database.execute("INSERT INTO docs VALUES (1)")
+    with pytest.raises(SlurmGPUError, match=r"'odd' .* whose values would change"):
+        plan_query(f"duckdb:a.duckdb?SELECT {value} AS odd FROM docs ORDER BY id", tmp_path)
+    named = "{'BIT': 'BIT'::ENUM('BIT')}"
+    spec = plan_query(f"duckdb:a.duckdb?SELECT {named} AS even FROM docs ORDER BY id", tmp_path)
+    assert all_items(spec, tmp_path / "index") == [{"even": {"BIT": "BIT"}}]
+
+
 def test_a_run_file_may_name_a_query(tmp_path: Path) -> None:
     make_sqlite(tmp_path / "a.db", SQL_ROWS)
     (tmp_path / "texts.py").write_text(WORKLOAD)
