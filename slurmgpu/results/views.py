@@ -58,7 +58,8 @@ class ArrayData:
             if chosen.dtype == bool and chosen.shape == (len(self),):
                 return self._take(np.flatnonzero(chosen)), every
             if chosen.dtype.kind in "iu" and chosen.size and -len(self) <= chosen.min() <= chosen.max() < len(self):
-                return self._take(np.where(chosen < 0, chosen + len(self), chosen)), every
+                numbers = chosen.astype(np.int64)  # a narrow type may not hold the number of rows
+                return self._take(np.where(numbers < 0, numbers + len(self), numbers)), every
         return self.content[:], key  # NumPy handles any other key, or raises
 
     def _take(self, rows: npt.ArrayLike) -> npt.NDArray[Any]:

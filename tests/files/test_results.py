@@ -193,6 +193,14 @@ def test_rows_far_apart_are_read_in_their_order(tmp_path, monkeypatch):
             assert opened["logits"][rows].tolist() == opened["logits"][:][rows].tolist()
 
 
+@pytest.mark.parametrize("rows", [np.array([-3, 100, 0], np.int8), np.array([255, 7], np.uint8)])
+def test_integers_whose_type_cannot_hold_the_number_of_rows_choose_rows(tmp_path, rows):
+    with results.open(write(tmp_path / "a.h5", 0, 300)) as opened:
+        for name in ("index", "logits", "shout"):
+            assert np.array_equal(opened[name][rows], opened[name][rows.tolist()])
+        assert opened["index"][rows].tolist() == np.arange(300)[rows].tolist()
+
+
 def test_columns_iterate_and_have_a_length(merged):
     np.testing.assert_array_equal(list(merged["logits"]), merged["logits"][:])
     assert list(merged["shout"]) == expected("shout")
