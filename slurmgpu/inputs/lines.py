@@ -31,7 +31,7 @@ _HEAD_BYTES = 1 << 16
 _N_RECORDS = 100
 _N_SAMPLED_CHUNKS = 64  # in each file, evenly spread
 _N_SAMPLED_RECORDS = 8  # in each of these chunks
-_NOT_UTF8 = "expected UTF-8"
+_NOT_UTF8 = "expected UTF-8, found 0x"
 
 
 class Lines(Format):
@@ -269,8 +269,7 @@ def _decode(record: bytes) -> str:
     try:
         return record.decode()
     except UnicodeDecodeError as error:
-        found = f"0x{record[error.start]:02x} at byte {error.start + 1}"
-        raise ItemError(f"{_NOT_UTF8}, found {found}") from error
+        raise ItemError(f"{_NOT_UTF8}{record[error.start]:02x} at byte {error.start + 1}") from error
 
 
 def _refused(found: str) -> SlurmGPUError:
@@ -295,6 +294,11 @@ def json_object(record: bytes) -> dict[str, Any]:
     if not record:
         raise ItemError("expected a JSON object, found an empty line")
     text = _decode(record)
+    if text.startswith("\ufeff"):
+        raise ItemError(
+            "expected a JSON object, found a byte order mark, which may only begin a file (were files joined?): "
+            "sed 's/^\\xEF\\xBB\\xBF//' OLD > NEW removes it"
+        )
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

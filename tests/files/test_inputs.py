@@ -183,6 +183,7 @@ def test_progress_counts_every_byte(folder: Path) -> None:
         ("a.jsonl", '{"a": 1}\n' * 5000 + '{"a": ', "line 5001: expected a JSON object"),
         ("a.jsonl", "[" * 100_000, r"line 1: .* found text that is not JSON \(.*(recursion|overflow)"),
         ("a.jsonl", '{"a": ' + "1" * 5000 + "}", r"line 1: expected a JSON object, found text that is not JSON \(Exc"),
+        ("a.jsonl", b'{}\n\xef\xbb\xbf{}\n', r"line 2: .* byte order mark, .* removes it\. Correct it and plan"),
         ("a.txt", b"x\n\xff\xfe\n", "a.txt, line 2: expected UTF-8, found 0xff at byte 1"),
         ("a.csv", "a,b\n1,2\n3\n", "a.csv, record 2: expected 2 fields, as in the header; found 1"),
         ("a.csv", "a,b\n1,2,3\n", "record 1: expected 2 fields, as in the header; found 3"),
