@@ -43,6 +43,10 @@ _OF_JSON = (
     "jq -c '.[]' items.json > items.jsonl."
 )
 _OF_EXCEL = " Write it as CSV, in Python: pandas.read_excel(path).to_csv('items.csv', index=False)."
+_OF_HDF5 = (
+    " Write its arrays as .npz: np.savez('items.npz', **{name: file[name][:] for name in file}), with file = "
+    "h5py.File(path). If it is the merged file of a run, name it .h5."
+)
 _OF_FASTA = (
     ' Its records span lines: write it as CSV, awk \'{sub(/\\r$/, "")} /^>/ {printf "%s%s,", n++ ? "\\n" : '
     '"id,sequence\\n", substr($1, 2); next} {printf "%s", $1} END {print ""}\' FILE > items.csv.'
@@ -51,6 +55,7 @@ _CONVERTED = {
     **dict.fromkeys((".tsv", ".tab"), _OF_TABS),
     ".json": _OF_JSON,
     **dict.fromkeys((".xlsx", ".xls"), _OF_EXCEL),
+    **dict.fromkeys((".hdf5", ".hdf"), _OF_HDF5),
     **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), _OF_FASTA),
 }
 """Advice for suffixes of formats that resemble a supported one, but cannot be read under another name."""

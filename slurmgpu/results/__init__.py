@@ -27,7 +27,15 @@ from slurmgpu.results.verifier import Verifier
 from slurmgpu.results.views import ArrayData, ColumnData, ListData, without_value
 from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
-from slurmgpu.shards.userblock import MERGED, SHARD, DamagedShardError, FileDirectory, Reader, read_userblock
+from slurmgpu.shards.userblock import (
+    MERGED,
+    SHARD,
+    DamagedShardError,
+    FileDirectory,
+    OtherHDF5Error,
+    Reader,
+    read_userblock,
+)
 from slurmgpu.shards.userblock import verify as differences
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.packages import check_pyarrow
@@ -252,6 +260,11 @@ def _open(path: Path, verify: bool) -> tuple[FileDirectory, dict[str, Dataset], 
             if problems:
                 raise SlurmGPUError(_damaged(path, directory["attributes"]["format"], problems))
         file = Results(path, reader.file)
+    except OtherHDF5Error as error:
+        raise SlurmGPUError(
+            f"{path} is an HDF5 file of another program; expected a merged file or a shard of a run. Read it with "
+            f"h5py; to make its rows items, write its arrays with np.savez."
+        ) from error
     except DamagedShardError as error:
         raise SlurmGPUError(f"{path} is not an intact file of slurmgpu: {error}. {how_to_go_on(path)}") from error
     except FileNotFoundError:

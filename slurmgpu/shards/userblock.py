@@ -21,6 +21,7 @@ SHARD = "slurmgpu shard"
 MERGED = "slurmgpu merged"
 
 _MAGIC = b"slurmgpu"
+_HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"  # begins an HDF5 file without a user block
 # Magic, version, CRC-32 of the rest of the block; sizes of the block, its JSON and its table.
 _HEADER = struct.Struct("<8sIIQQQ")
 _CRC_FROM = 16
@@ -33,6 +34,10 @@ _LARGEST_USERBLOCK = 1 << 31  # a merged file of a million shards and a hundred 
 
 class DamagedShardError(Exception):
     """The bytes of a file differ from those written; the message says which."""
+
+
+class OtherHDF5Error(DamagedShardError):
+    """An HDF5 file that another program wrote."""
 
 
 class Region(NamedTuple):
@@ -217,6 +222,8 @@ def read_userblock(reader: Reader, *, quick: bool = False) -> tuple[FileDirector
     if reader.size < _SMALLEST_USERBLOCK:
         raise DamagedShardError(f"the file has {reader.size} bytes, too few for a file of slurmgpu")
     magic, version, crc32, size, n_json, n_table = _HEADER.unpack(reader.read(0, _HEADER.size))
+    if magic == _HDF5_MAGIC:
+        raise OtherHDF5Error("it is an HDF5 file of another program")
     if magic != _MAGIC:
         raise DamagedShardError("it does not begin with slurmgpu's user block")
     if version != FORMAT_VERSION:

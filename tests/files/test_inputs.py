@@ -89,6 +89,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
         ("de*", "matches no file"),
         ("a.json", r"a.json has the suffix '.json'; expected .jsonl, .csv, .txt,"),
         ("a.json", r"'.json'; expected .* name it \.jsonl. If it is one list of objects.* jq -c '\.\[\]' items\.json"),
+        ("a.hdf5", r"'.hdf5'; expected .* np\.savez\('items\.npz', .* If it is the merged file of a run, name it \.h5"),
         ("a.tsv", r"'.tsv'; expected .* separated by tabs. Write it with commas, .* If each"),
         ("a.db", r"'.db'; expected .* For a database write a query: 'sqlite:.*/a.db\?SELECT … ORDER BY …'\."),
         ("a.parquet.gz", "compressed as a whole"),
@@ -103,7 +104,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
     ],
 )
 def test_what_cannot_be_an_input_is_refused(folder: Path, patterns: str | list[str], words: str) -> None:
-    put(folder, a_txt="1", b_jsonl="{}", a_json="{}", a_db="", a_tsv="", a_fa="", a_pdb="")
+    put(folder, a_txt="1", b_jsonl="{}", a_json="{}", a_db="", a_tsv="", a_fa="", a_pdb="", a_hdf5="")
     (folder / "a.parquet.gz").write_bytes(b"")
     (folder / "parts.csv").mkdir()
     (folder / "deep").mkdir()

@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given
@@ -407,7 +408,14 @@ def test_a_closed_file_says_so_and_what_was_read_remains(path):
     assert scores[1] == 0.25
 
 
-@pytest.mark.parametrize("content", [b"", b"text\n" * 1000, b"\x89HDF\r\n\x1a\n" + bytes(5000)])
+def test_an_hdf5_file_of_another_program_is_told_from_a_damaged_one(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.zeros(3)
+    with pytest.raises(SlurmGPUError, match=r"a\.h5 is an HDF5 file of another program; .* write its arrays with np"):
+        results.open(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("content", [b"", b"text\n" * 1000])
 def test_a_file_that_is_not_ours_is_refused(tmp_path, content):
     (tmp_path / "a.h5").write_bytes(content)
     with pytest.raises(SlurmGPUError, match=r"a\.h5 is not an intact file of slurmgpu: "):
