@@ -100,7 +100,7 @@ def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array
         owners.refuse_unwritable(run, "compute it", computes=True)
         owners.refuse_foreign(run, "compute it", [run.folder / "submissions.jsonl"])
         own = own_job(own_array=own_array)
-        refuse_twin(folder, *_named(own), patience(run.plan.lease_s))
+        refuse_twin(folder, *_named(own), patience(run.plan.lease_s), _end_if_asked)
         with _beating(run.folder, own), manual_jobs.log_beside(run, f"{own.array_job}_{own.task}"):
             given = manual_jobs.join(run, own, device, _end_if_asked)
             given = {**given, "device": device or given["device"]}

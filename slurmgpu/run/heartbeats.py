@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -84,16 +84,20 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
                 remove(path)
 
 
-def refuse_twin(folder: Path, attempt: str, job: str, node: int, patience_s: float) -> None:
+def refuse_twin(
+    folder: Path, attempt: str, job: str, node: int, patience_s: float, on_wait: Callable[[], None] = lambda: None
+) -> None:
     """Raise SlurmGPUError if another process keeps this heartbeat; waits up to `patience_s` if it is of another host.
 
-    Each step of a job may start a task, also those of the parts of a hetjob, and all have the same job id.
+    Each step of a job may start a task, also those of the parts of a hetjob, and all have the same job id. `on_wait` is
+    called repeatedly while this one waits, and may raise to stop.
     """
     path, observer = _path(folder, attempt, job, node), Observer(folder, patience_s)
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
     except FileExistsError:
         while (task := observer.look_at(path.name)) is not None and task.lives is None:
+            on_wait()
             time.sleep(min(1.0, patience_s / 20))
         if task is not None and task.lives and was_written_in(directory_id(folder), task.told):
             raise SlurmGPUError(

@@ -81,6 +81,17 @@ def test_a_task_starts_where_a_former_one_of_its_job_was_killed(run):
     assert (run.tasks / "7_0.0.alive").read_text() == ""  # of two that begin at once, one makes it
 
 
+def test_a_task_that_waits_for_a_former_one_of_its_job_ends_when_it_is_asked_to(run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(job_entry.early_signals, "is_asked_to_end", lambda: True)
+    beat(run, 1)
+    before = (run.tasks / "7_0.0.alive").read_bytes()
+    with pytest.raises(SystemExit) as raised:
+        job_entry.run_task_by_hand(run.folder, None, trust=True, own_array=False)
+    assert raised.value.code == 75
+    assert (run.tasks / "7_0.0.alive").read_bytes() == before  # it did not wait until that is silent for a lease
+
+
 def test_two_clusters_that_give_the_same_id_have_a_heartbeat_each(tmp_path, monkeypatch):
     (tmp_path / "tasks").mkdir()
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
