@@ -171,12 +171,12 @@ class Claims:
     def drop_earlier(self, claim: Claim, among: Iterable[int]) -> list[int]:
         """Remove claims that earlier, dead attempts of a requeued task left on these shards; return the shards.
 
-        A claim that cannot be read goes stale.
+        `claim` is what a new attempt claims with, before it has claimed any. A claim that cannot be read goes stale.
         """
         dropped = []
         for shard in among:
             found = self.observe(shard)
-            if found is not None and _is_earlier(found, claim):
+            if found is not None and (found.cluster, found.task) == (claim.cluster, claim.task) and not found.parked:
                 self._remove(self.path(shard))
                 dropped.append(shard)
         return dropped
@@ -227,10 +227,9 @@ class Claims:
     def _put_back(self, mine: Path, shard: int, found: Claim | None) -> None:
         try:
             os.link(mine, self.path(shard))
-        except FileExistsError:
-            pass  # another claim, or the reply was lost: two copies of a shard are harmless
         except OSError as error:
-            # Without hard links, for example. Its owner renews it by its name, so a copy is as good.
+            # Without hard links, for example. Its owner renews it by its name, so a copy is as good. If there is
+            # another claim by now, that stays: two copies of a shard are harmless.
             log.debug("%s is put back as a copy: %s", mine, error)
             if found is not None:
                 self.take(shard, found)
@@ -301,11 +300,6 @@ def _checked(claim: Claim) -> Claim:
     if not all(isinstance(text, str) for text in texts) or not all(type(count) is int for count in counts):
         raise ValueError("its values are impossible")
     return replace(claim, parked=claim.parked is True)
-
-
-def _is_earlier(found: Claim, claim: Claim) -> bool:
-    is_tasks = (found.cluster, found.task) == (claim.cluster, claim.task)
-    return is_tasks and found.attempt != claim.attempt and not found.parked
 
 
 def _numbers(names: Iterable[str]) -> set[int]:

@@ -165,8 +165,9 @@ def test_a_claim_that_cannot_be_read_is_neither_stale_nor_alive_before_a_lease_i
     assert [claim for _, claim in claims.held()] == [UNREADABLE]
     assert watch.look(3, claims.observe(3)) == "unknown"
     assert watch.look(3, claims.observe(3)) == "unknown"
-    watch.look(3, UNREADABLE)
-    clock.now = 20.1
+    clock.now = 15.0
+    assert watch.look(3, UNREADABLE) == "unknown"  # from now on again
+    clock.now = 25.1
     assert watch.look(3, UNREADABLE) == "stale"
 
 
@@ -209,6 +210,55 @@ def test_a_claim_is_written_anew_after_an_error_and_is_no_hole_after_a_lost_repl
     failing("open", errno.EIO, of="00004", lost=True)
     assert not claims.take(4, owner("1_0"))
     assert claims.take_over(4, claims.observe(4), owner("1_1"))  # nobody's, and stale after a lease
+
+
+def test_a_claim_that_is_taken_over_before_it_is_written_is_not_made_again(claims, monkeypatch):
+    def taken_over(fd, *args, **kwargs):
+        os.close(fd)
+        claims.path(3).unlink()  # the taker has renamed it
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdopen", taken_over)
+        assert not claims.take(3, owner("1_0"))
+    assert os.listdir(claims.folder) == []
+
+
+@pytest.mark.parametrize("use", ["renew", "park", "take_over"])
+def test_a_claim_that_goes_after_it_was_read_is_not_made_again(claims, monkeypatch, use):
+    """A merge clears the claims of tasks that it takes for dead, and of two takers one is faster."""
+    mine = owner("1_0")
+    uses = {
+        "renew": lambda: claims.renew(3, mine),
+        "park": lambda: claims.park(3, mine),
+        "take_over": lambda: claims.take_over(3, mine, owner("1_1")),
+    }
+    monkeypatch.setattr("slurmgpu.run.claims._read", lambda path, patience_s: mine)
+    assert not uses[use]()
+    assert os.listdir(claims.folder) == []
+
+
+def test_a_claim_that_is_gone_or_parked_is_nobodys_to_renew_drop_or_release(claims):
+    mine = owner("1_0")
+    for _ in ("gone", "parked"):
+        assert not claims.holds(3, mine)
+        assert claims.renew(3, mine) is None
+        assert claims.drop_earlier(replace(mine, attempt="1_0.1"), [3]) == []
+        claims.take(3, mine)
+        claims.park(3, mine)
+    claims.release(3, mine)
+    assert claims.read(3).parked
+
+
+def test_a_claim_that_cannot_be_read_for_long_is_taken_over_and_a_release_leaves_it(claims, failing, caplog):
+    claims.take(3, owner("1_0"))
+    failing("open", errno.EIO, of="00003", times=2)
+    assert claims.take_over(3, UNOWNED, owner("1_1"))
+    assert claims.read(3) == owner("1_1")
+    failing("open", errno.EIO, of="00003", times=1)
+    replace(claims, patience_s=0.0).release(3, owner("1_1"))
+    assert "shard 3 was not given back" in caplog.text
+    assert claims.read(3) == owner("1_1")
 
 
 def test_a_claim_that_cannot_be_written_is_removed_and_its_error_names_it(claims):
@@ -267,7 +317,9 @@ STRANGE = {
     "a link": lambda path: path.symlink_to("/dev/zero"),
     "an empty file": lambda path: path.touch(),
     "a huge file": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
-    "another object": lambda path: path.write_text('{"task": 1, "attempt": [], "host": "", "pid": "x"}'),
+    "a list": lambda path: path.write_text("[1]"),
+    "a number for a text": lambda path: path.write_text('{"task": "", "attempt": 1, "host": "", "pid": 0}'),
+    "a text for a number": lambda path: path.write_text('{"task": "", "attempt": "", "host": "", "pid": "0"}'),
     "no UTF-8": lambda path: path.write_bytes(b"\xff\xfe"),
     "too deep": lambda path: path.write_text("[" * 60_000),
 }
@@ -276,7 +328,7 @@ STRANGE = {
 @pytest.mark.parametrize("kind", STRANGE)
 def test_what_lies_where_a_claim_should_be_costs_itself_alone(claims, kind):
     STRANGE[kind](claims.path(3))
-    (claims.folder / "000003").touch()
+    (claims.folder / "000009").touch()
     claims.take(4, owner("1_0"))
     assert claims.read(3) == UNOWNED
     assert not claims.take(3, owner("1_0"))
