@@ -61,6 +61,8 @@ EXIT_S = 120.0
 """How long a worker may take to end after its work: something that it started may be uploading, or hang."""
 GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
 """Why a task takes no more shards without a failure; see docs/reference/files.md."""
+ENDS = ("signal", "eof", "failed", "broken", "preempt", "timeout")
+"""Events that end a worker or its task, which do not matter once a signal has ended them."""
 
 
 class Task:
@@ -188,6 +190,10 @@ class Task:
                 pass
             return code
         except StoppedError as stopped:
+            self._stopped_by = stopped.signum
+            self._hear_out(signals.events)
+            if self.record["reason"] in GOOD_ENDS and not self._works():
+                return self._end_of_work()
             return self._stopped(stopped.signum)
 
     def _run_a_worker(self, signals: StopSignals, others: OtherNodes) -> int | None:
@@ -203,13 +209,10 @@ class Task:
             self._follow(signals.events, worker)
             returncode = worker.wait()
         self._worker_pid = None
-        is_done = self._is_done(returncode)
-        is_over = is_done and self.record["reason"] in GOOD_ENDS
-        if self._stopped_by is not None and self.record["failure"] is None and not is_over:
+        if self._stopped_by is not None and self.record["failure"] is None:
             raise StoppedError(self._stopped_by)
-        if is_done:
-            parked = self._deaths.parked
-            return self._fail("host_oom", "; ".join(parked)) if parked else 0
+        if self._is_done(returncode):
+            return self._end_of_work()
         if self.record["failure"] is not None:
             return 1
         if signal_of(returncode) in SIGNUMS:
@@ -219,6 +222,10 @@ class Task:
             raise complaint
         since_kill_s = min(self._kills.age_s, worker.since_kill_s)
         return self._add_death(returncode, was_oom=since_kill_s < time.monotonic() - self._begun + cgroups.LATE_S)
+
+    def _end_of_work(self) -> int:
+        parked = self._deaths.parked
+        return self._fail("host_oom", "; ".join(parked)) if parked else 0
 
     def _is_done(self, returncode: int) -> bool:
         """Whether the worker had done its work when it ended."""
@@ -267,6 +274,12 @@ class Task:
             self.handle(event)
             if not self._works():
                 self._exit_by = min(self._exit_by, time.monotonic() + EXIT_S)
+
+    def _hear_out(self, events: Events) -> None:
+        """Record what a worker had done before it was stopped: shards that are published, and values that it logged."""
+        while (event := next_event(events, 0.0)) is not None:
+            if event["event"] not in ENDS:
+                self.handle(event)
 
     def _learn_end(self) -> float | None:
         """When the walltime ends, if that was not known before."""

@@ -17,7 +17,7 @@ from slurmgpu.run.worker_events import Report, WorkerEvent
 log = logging.getLogger("slurmgpu.worker")
 
 FLUSH_S = 1.0
-"""Points are sent at most this often, or with the worker's next event."""
+"""Points are sent at most this often, or before the worker's next event."""
 BURST = 2000
 RATE = 100.0
 """After a burst, this many points a second are kept; of the others only the last one before the next event."""
@@ -27,7 +27,7 @@ LARGEST_STEP = 2**63 - 1
 
 
 class LoggedValues:
-    """Collects what `task.log` gets; `before` sends it ahead of another event, so that no published shard lacks any.
+    """Collects what `task.log` gets; sent by `flush` before shards are published, so that none of them lacks any.
 
     `item` is the current item of a workload that takes one at a time, else None.
     """

@@ -343,6 +343,7 @@ class Worker:
         the task has to end, shards are published even if the workload may be at fault.
         """
         shards = self._unpublished.take(weighed=weighed)
+        self._logged.flush()  # this process may be killed once their files are there
         for one in shards:
             if one.computed.is_sample:
                 self._give_back(one.shard)

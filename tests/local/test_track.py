@@ -4,6 +4,8 @@ import json
 
 from slurmgpu.run.directory import Run
 from slurmgpu.run.metric_log import MetricReader
+from slurmgpu.worker.assignment import Assignment
+from slurmgpu.worker.worker import Worker
 from tests.files.test_tracking import scalars
 
 LOGS = """
@@ -39,3 +41,18 @@ def test_no_published_row_lacks_what_was_logged_with_it_whoever_was_killed(proje
     again = slurmgpu("track", "../run", "--json", cwd=folder / "marks", expect=2)
     assert [one["n_steps"] for one in json.loads(again.stdout)] == [0, 0]
     assert not (folder / "marks" / "tb").exists()
+
+
+def test_a_shards_values_are_with_its_task_before_it_is_published(project, slurmgpu):
+    folder = project(40, "Logs")
+    with (folder / "workloads.py").open("a") as file:
+        file.write(LOGS)
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    run, is_published = Run.open(folder / "run"), {}
+
+    def report(event):
+        for _, _, step, _ in event.get("points", ()):
+            is_published[step] = run.shard_path(step // 8).exists()
+
+    Worker(run, Assignment("job_0", "job_0.0"), report).work()
+    assert is_published == dict.fromkeys(range(40), False)

@@ -1,0 +1,205 @@
+"""What a task makes of its worker's events and end, and of signals: with workers that say what a test has them say."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from slurmgpu.report.attempts import TOO_LARGE
+from slurmgpu.run.metric_log import MetricReader
+from slurmgpu.run.records import Attempt
+from slurmgpu.task import supervisor
+from slurmgpu.task.launcher import Launcher
+from slurmgpu.task.supervisor import Task
+from slurmgpu.task.worker_process import StopSignals
+from tests.support.runs import planned_run
+
+SAYS = """
+import json, os, signal, sys, time
+
+def tell(event, **more):
+    os.write(1, json.dumps({"event": event, **more}).encode() + b"\\n")
+
+def begin(resumes=False):  # until the task has heard of it
+    tell("loading")
+    tell("ready", load_s=0.0, resumes=resumes)
+    while '"state": "running"' not in open(sys.argv[1]).read():
+        time.sleep(0.01)
+    tell("claim", shard=0, idle_s=0.0)
+    tell("batch", items=[0, 1], isolated=False, ahead=None)
+
+def publish():
+    tell("published", shard=0, items=40, errors={}, started=time.time(), seconds=0.0, won=True, revision=0)
+
+def logs():
+    tell("log", points=[[time.time(), 0, 7, {"loss": 0.5}]])
+
+def done(reason="complete"):
+    tell("done", reason=reason, idle_s=0.0)
+
+def to_task(signum):
+    os.kill(os.getppid(), signum)
+
+def hears():
+    return sys.stdin.readline().strip()
+
+"""
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """`work(*workers, …)`: the exit code and the record of a task whose workers, one after another, run this code.
+
+    The attempt has claimed the run's only shard. Each worker gets what the test has changed of its `attempt`.
+    """
+    run = planned_run(tmp_path / "run")
+
+    def work(*workers, **attempt):
+        left = list(workers)
+
+        def worker(self, assignment):
+            # Isolated, so that it starts at once.
+            return [sys.executable, "-I", "-S", "-c", SAYS + left.pop(0), str(run.tasks / "7_0.0.json")], {}
+
+        monkeypatch.setattr(Launcher, "worker", worker)
+        task = Task(run, Attempt("7", 0, **attempt))
+        run.claims.take(0, task._leases.claim)
+        code = task.run_worker()
+        assert left == []
+        news = MetricReader(run.folder).news()
+        return code, {**task.record, "claims": run.claims.numbers(), "logged": [point.step for point in news]}
+
+    return work
+
+
+ENDS = "begin(); publish(); done()"
+DIES = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_worker_has_done_its_work_once_it_says_so_and_holds_no_shard(work):
+    assert work(ENDS)[0] == 0
+    for end in ("sys.exit(3)", DIES):
+        code, record = work(f"{ENDS}; {end}")
+        assert (code, record["reason"], record["failure"], record["deaths"]) == (0, "complete", None, [])
+    for too_early in ("begin(); publish()", "begin(); done(); sys.exit(3)", f"begin(); done(); {DIES}"):
+        code, record = work(too_early, ENDS)
+        assert (code, record["failure"], len(record["deaths"])) == (0, None, 1)
+
+
+def test_a_worker_that_says_why_it_fails_is_the_last_one(work):
+    failed = 'tell("failed", **{"class": "workload_error", "message": "it is broken", "traceback": "line 1"})'
+    for end in ("sys.exit(1)", DIES, "done(); sys.exit(1)"):
+        code, record = work(f"begin(); {failed}; {failed.replace('broken', 'late')}; {end}")
+        assert (code, record["failure"], record["message"]) == (1, "workload_error", "it is broken")
+        assert (record["traceback"], record["deaths"], record["claims"]) == ("line 1", [], set())
+
+
+def test_a_signal_ends_a_worker_that_keeps_no_progress_at_once_and_its_shard_is_given_back(work):
+    code, record = work("begin(); to_task(signal.SIGTERM); time.sleep(600)")
+    assert (code, record["failure"], record["message"]) == (
+        75,
+        "preempted",
+        "stopped by SIGTERM; its shards were given back",
+    )
+    assert (record["deaths"], record["claims"]) == ([], set())
+    code, record = work("begin(); to_task(signal.SIGHUP); time.sleep(600)")
+    assert (code, record["failure"]) == (75, "cancelled")
+
+
+def test_a_signal_near_the_end_of_the_walltime_is_its_end_and_the_shard_was_too_large(work):
+    code, record = work("begin(); to_task(signal.SIGTERM); time.sleep(600)", end_time=time.time() + 60)
+    assert (code, record["failure"]) == (75, "timeout")
+    assert record["message"] == f"stopped by SIGTERM; its shards were given back. Shard 0 {TOO_LARGE}"
+    code, record = work("begin(); to_task(signal.SIGINT); time.sleep(600)", end_time=time.time() + 60)
+    assert (record["failure"], record["message"]) == ("cancelled", "stopped by SIGINT; its shards were given back")
+    code, record = work("tell('loading'); to_task(signal.SIGTERM); time.sleep(600)", end_time=time.time() + 60)
+    assert (record["failure"], record["message"]) == ("timeout", "stopped by SIGTERM; its shards were given back")
+
+
+LEAVES = "tell('left', shard=0); done('told to stop')"
+
+
+def test_a_worker_that_keeps_progress_is_told_and_ends_by_itself(work):
+    code, record = work(f"begin(resumes=True); to_task(signal.SIGTERM); assert hears() == 'stop'; {LEAVES}")
+    assert (code, record["failure"], record["deaths"], record["claims"]) == (75, "preempted", [], set())
+    assert record["message"] == "stopped by SIGTERM; shard 0 was given back, with its progress kept"
+    # Slurm sends SIGTERM twice.
+    twice = "to_task(signal.SIGTERM); assert hears() == 'stop'; to_task(signal.SIGTERM); time.sleep(0.3)"
+    code, record = work(f"begin(resumes=True); {twice}; {LEAVES}")
+    assert (code, record["message"]) == (75, "stopped by SIGTERM; shard 0 was given back, with its progress kept")
+
+
+def test_a_worker_that_ends_its_work_after_a_signal_was_not_stopped(work):
+    code, record = work("begin(resumes=True); to_task(signal.SIGTERM); hears(); publish(); done()")
+    assert (code, record["reason"], record["failure"]) == (0, "complete", None)
+
+
+def test_a_worker_that_keeps_progress_and_dies_after_a_signal_was_stopped(work):
+    code, record = work(f"begin(resumes=True); to_task(signal.SIGTERM); hears(); {DIES}")
+    assert (code, record["failure"], record["deaths"]) == (75, "preempted", [])
+    failed = 'tell("failed", **{"class": "disk_full", "message": "no room", "traceback": ""})'
+    code, record = work(f"begin(resumes=True); to_task(signal.SIGTERM); hears(); {failed}; sys.exit(1)")
+    assert (code, record["failure"], record["message"]) == (1, "disk_full", "no room")
+
+
+def test_what_a_worker_had_done_when_it_was_stopped_is_recorded(work):
+    """A shard may be published, and not be reported yet, when the task is told to end."""
+    ends = "signal.signal(signal.SIGTERM, lambda *_: (logs(), publish(), os._exit(0)))"
+    code, record = work(f"{ends}; begin(); to_task(signal.SIGTERM); time.sleep(600)")
+    assert (code, record["failure"], record["n_items"], record["logged"]) == (75, "preempted", 40, [7])
+    assert [shard for shard, *_ in record["published"]] == [0]
+
+
+def test_a_worker_that_is_stopped_after_its_work_has_done_it(work):
+    code, record = work(f"{ENDS}; to_task(signal.SIGTERM); time.sleep(600)")
+    assert (code, record["reason"], record["failure"]) == (0, "complete", None)
+
+
+def test_the_notice_of_a_preemption_is_told_to_each_worker_and_the_walltimes_to_none(work, caplog):
+    notice = "begin(); to_task(signal.SIGUSR2); assert hears() == 'stop'; "
+    code, record = work(f"{notice}publish(); done('told to stop')")
+    assert (code, record["failure"]) == (0, "preempted")
+    assert record["message"] == "it took no more shards: Slurm announced the end with SIGUSR2"
+    # The next worker is told before it begins.
+    code, record = work(f"{notice}{DIES}", "assert hears() == 'stop'; done('told to stop')")
+    assert (code, record["failure"], len(record["deaths"])) == (0, "preempted", 1)
+    assert record["message"] == "it took no shard: Slurm announced the end with SIGUSR2"
+    caplog.clear()
+    code, record = work("begin(); to_task(signal.SIGUSR2); publish(); done()", end_time=time.time() + 60)
+    assert (code, record["failure"], caplog.messages) == (0, None, [])
+
+
+def test_a_signal_that_reaches_the_worker_before_its_task_is_no_crash(work, monkeypatch):
+    def pause(self, seconds):
+        if seconds:  # once the worker is dead
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, seconds)
+
+    original = StopSignals.pause
+    monkeypatch.setattr(StopSignals, "pause", pause)
+    code, record = work(f"begin(); {DIES.replace('SIGKILL', 'SIGTERM')}")
+    assert (code, record["failure"], record["deaths"]) == (75, "preempted", [])
+
+
+def test_too_little_walltime_is_told_with_what_to_do_about_it(work):
+    code, record = work("done('deadline')")
+    assert (code, record["failure"], record["message"]) == (
+        0,
+        "timeout",
+        "it took no shard: too little of the walltime was left; ask for more with --slurm time=…",
+    )
+    code, record = work("begin(); publish(); done('deadline')")
+    assert record["message"] == "it took no more shards: too little of the walltime was left"
+    code, record = work("begin(); tell('left', shard=0); done('deadline')")
+    assert record["message"] == "shard 0 was given back: too little of the walltime was left"
+    assert record["claims"] == set()
+
+
+def test_a_worker_that_hangs_after_its_work_is_killed_and_a_working_one_is_not(work, monkeypatch):
+    monkeypatch.setattr(supervisor, "EXIT_S", 0.3)
+    code, record = work(f"{ENDS}; time.sleep(600)")
+    assert (code, record["failure"], record["deaths"]) == (0, None, [])
+    code, record = work("begin(); done(); time.sleep(1.0); publish()")
+    assert (code, record["failure"], record["deaths"]) == (0, None, [])
