@@ -352,3 +352,46 @@ def test_a_task_gives_back_what_its_workers_claimed_unless_it_is_published_or_an
     assert leases.hold_all() == [1, 2, 3]  # its next worker looks which of them it still holds
     leases.give_back()
     assert [(shard, claim.attempt) for shard, claim in run.claims.held()] == [(0, "7_0.0"), (2, "8_0.0")]
+
+
+def test_leases_are_renewed_six_times_in_their_time_and_after_an_error_at_the_next_look(
+    tmp_path, failing, monkeypatch, caplog
+):
+    clock = Clock()
+    monkeypatch.setattr("slurmgpu.task.leases.time.monotonic", clock)
+    run = planned_run(tmp_path / "run", shard_items=20, lease_s=60.0)
+    leases = Leases(run, Attempt("7", 0), "here")
+    for shard in range(2):
+        run.claims.take(shard, leases.claim)
+        leases.add(shard)
+
+    def renewals_at(now):
+        clock.now = now
+        leases.renew_if_due()
+        return [claim.renewals for _, claim in run.claims.held()]
+
+    assert [renewals_at(now) for now in (9.9, 10.0, 10.1, 19.9, 20.0)] == [[0, 0], [1, 1], [1, 1], [1, 1], [2, 2]]
+    for now, meanwhile, then in ((30.0, [2, 4], [3, 5]), (40.0, [3, 7], [4, 8])):
+        failing("open", errno.EIO, of="00000", times=2)
+        clock.now = now
+        leases.renew_if_due()
+        assert renewals_at(now) == meanwhile  # the other one is renewed
+        assert renewals_at(now) == then
+    assert caplog.text.count("was not renewed") == 2
+    run.claims.take_over(1, run.claims.read(1), owner("8_0"))
+    for now in (50.0, 60.0):
+        assert renewals_at(now) == [now / 10, 0]  # it computes the shard to its end, and leaves the claim
+    leases.let_go(0)
+    assert renewals_at(70.0) == [6, 0]
+
+
+def test_a_shard_that_was_left_is_its_tasks_unless_its_claim_is_anothers_or_gone(tmp_path, failing):
+    run = planned_run(tmp_path / "run", shard_items=20)
+    leases = Leases(run, Attempt("7", 0), "here")
+    assert not leases.leave(0)  # a merge has cleared it
+    run.claims.take(0, leases.claim)
+    leases.add(0)
+    assert leases.leave(0)
+    assert not leases.held  # nobody's lease: another task may take it over
+    failing("open", errno.EIO, of="00000")
+    assert leases.leave(0)  # most probably
