@@ -22,7 +22,7 @@ from slurmgpu.executors.submitit_patches import owners_files, patch_submitit
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.run_path import refuse_odd_path
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import Submission, gres_names
 from slurmgpu.slurm import commands, queue
 from slurmgpu.slurm.commands import ARRAY_JOB
 from slurmgpu.util.array_ids import array_of
@@ -161,9 +161,8 @@ def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.S
 
 def _array_options(submission: Submission) -> dict[str, Any]:
     options = submission.sbatch_options
-    if submission.whole_gpus_per_task and "gpu" not in str(options.get("gres", "")):
-        # --gres already asks for GPUs, for example with a type. Per node, not per task: for one process it is the same,
-        # and it hides no GPU from processes that share a node.
+    if submission.whole_gpus_per_task and "gpu" not in gres_names(options):
+        # Per node, not per task: for one process it is the same, and it hides no GPU from processes that share a node.
         count = submission.gpus_per_task // submission.nodes_per_task
         options["gpus_per_node"] = f"{submission.gpu_type}:{count}" if submission.gpu_type else count
     if submission.nodes_per_task > 1:

@@ -189,8 +189,13 @@ class Submission:
 
 def shares_gpus(options: Mapping[str, Any]) -> bool:
     """Whether `gres` of [slurm] asks for a part of a GPU for each task, by shards or MPS, not for whole ones."""
-    names = {part.strip().partition(":")[0] for part in str(options.get("gres") or "").split(",")}
+    names = gres_names(options)
     return bool(names & {"shard", "mps"}) and "gpu" not in names
+
+
+def gres_names(options: Mapping[str, Any]) -> set[str]:
+    """The names in `gres` of [slurm]: `gpu` and `shard`, or one of the cluster's own, such as `gpumem`."""
+    return {part.strip().partition(":")[0] for part in str(options.get("gres") or "").split(",")} - {""}
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

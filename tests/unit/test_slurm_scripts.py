@@ -67,6 +67,16 @@ def test_a_step_is_one_process_on_each_node(written, slurm, n_nodes):
         assert ("--cpus-per-task=3" in step(script)) == ("cpus_per_task" in slurm)
 
 
+@pytest.mark.parametrize(
+    ("gres", "asks_beside"), [("gpu:a100:2", False), ("shard:1", False), ("gpumem:20g", True), ("tmpdisk:9,gpu", False)]
+)
+def test_gpus_are_asked_for_beside_a_gres_that_names_none(written, gres, asks_beside):
+    """`gpumem`, the memory that a GPU must have on some clusters, is a name of its own."""
+    options = flags(written(gpus_per_task=2, slurm={"gres": gres})["array"])
+    assert f"--gres={gres}" in options
+    assert ("--gpus-per-node=2" in options) is asks_beside
+
+
 def test_a_step_has_the_variables_of_the_script_whatever_sbatch_exports(written):
     for script in written(slurm={"export": "NONE"}, merge={"export": "FOO=7"}).values():
         assert "--export=ALL" in step(script)
