@@ -52,7 +52,8 @@ SLURM_RESERVED = {
     "error": "logs are in the run directory",
     "open_mode": "logs are in the run directory",
     "wrap": "slurmgpu writes the script",
-    "parsable": "slurmgpu reads sbatch's answer",
+    **dict.fromkeys(("parsable", "quiet", "test_only"), "slurmgpu reads sbatch's answer"),
+    "wait": "sbatch would not answer before all tasks have ended; --wait of slurmgpu waits for the run",
 }
 """sbatch options that slurmgpu sets itself, and why."""
 

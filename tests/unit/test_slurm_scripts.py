@@ -173,6 +173,12 @@ def test_a_number_of_processes_is_not_the_users_to_set(name, table):
         parse_table(RunFile, {"input": "x", "workload": {"use": "x.py:X"}, table: {name: 2}}, "x.toml")
 
 
+@pytest.mark.parametrize("name", ["quiet", "test-only", "wait", "parsable"])
+def test_an_option_that_keeps_the_job_id_from_slurmgpu_is_refused(name):
+    with pytest.raises(SlurmGPUError, match=r"cannot be set here: (slurmgpu reads|sbatch would not) .*answer"):
+        parse_slurm_options([name])
+
+
 @pytest.mark.parametrize("name", ["clusters", "cluster", "M"])
 def test_another_cluster_is_no_option(name):
     with pytest.raises(SlurmGPUError, match="cannot be set here: slurmgpu finds its jobs on this cluster only"):
