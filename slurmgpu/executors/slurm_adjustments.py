@@ -77,6 +77,9 @@ def _with_more_memory(
                     f"Memory ran out, but {name} = {options[name]!r} cannot be parsed; raise it with --slurm {name}=…"
                 )
                 return dict(options), note
+            if not int(match[1]):
+                note = f"Memory ran out, and {name} = {options[name]} is all memory of a node: ask for larger nodes."
+                return dict(options), note
             # In whole megabytes: 1.5 times 1G is no whole number of G.
             megabytes = int(match[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(match[2].upper(), 1)
             more = f"{int(megabytes * MEMORY_FACTOR)}M"

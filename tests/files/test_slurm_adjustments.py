@@ -24,6 +24,15 @@ def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, monke
     assert slurm_adjustments.learn(run, run.last_submission(), {}, {}) == ({}, [], [])  # nothing has failed since
 
 
+def test_a_task_that_had_all_memory_of_its_node_is_not_given_half_as_much_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+    run = pretend_run(tmp_path / "run", 10_000)
+    change(run, run.attempts()[0]["attempt"], failed=[[2, {"host_oom": 1}]])
+    options, _, notes = slurm_adjustments.learn(run, run.last_submission(), {"mem": 0}, {})
+    assert options == {"mem": 0}
+    assert notes == ["Memory ran out, and mem = 0 is all memory of a node: ask for larger nodes."]
+
+
 @pytest.mark.parametrize(
     ("by_hand", "had", "asks"),
     [
