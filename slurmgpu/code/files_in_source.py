@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Sequence
 
-from slurmgpu.code.imports_in_source import called_name
+from slurmgpu.code.imports_in_source import called_name, levels_up
 
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 """A text that may name a module, a class or a function: Hydra's `_target_: models.nets.Net`."""
@@ -181,6 +181,18 @@ class FilesInSource(ast.NodeVisitor):
         self.config_folders |= {
             each.value for each in named if isinstance(each, ast.Constant) and isinstance(each.value, str)
         }
+
+
+def folders_above(tree: ast.Module) -> int:
+    """How many folders up from its own file a module looks for others: 3 in `ROOT = Path(__file__).parents[2]`."""
+    of_file = others = 0
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.stmt):
+            for each in ast.iter_child_nodes(statement):
+                if isinstance(each, ast.expr | ast.withitem):
+                    n_up, is_of_file = levels_up(each)
+                    of_file, others = (max(of_file, n_up), others) if is_of_file else (of_file, max(others, n_up))
+    return of_file + others if of_file else 0  # others: `ROOT = HERE.parent`
 
 
 def texts_in(tree: ast.Module) -> list[str]:

@@ -150,7 +150,15 @@ def _beginning(node: ast.expr) -> tuple[str, bool]:
 
 def _folder_in(path: ast.expr, *, is_first: bool) -> PathFolder:
     """The folder of `Path(__file__).parents[1] / "src"`, `join(dirname(__file__), "src")` or `"src"`."""
-    n_up, of_file, names = 0, False, []
+    n_up, of_file = levels_up(path)
+    texts = (node for node in ast.walk(path) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    names = [str(node.value) for node in sorted(texts, key=lambda node: (node.lineno, node.col_offset))]
+    return PathFolder(n_up if of_file else None, "/".join(names), is_first)
+
+
+def levels_up(path: ast.AST) -> tuple[int, bool]:
+    """How many folders an expression goes up, and whether it begins at `__file__`: 2 in `dirname(dirname(HERE))`."""
+    n_up, of_file = 0, False
     for node in ast.walk(path):
         match node:
             case ast.Name(id="__file__"):
@@ -159,9 +167,7 @@ def _folder_in(path: ast.expr, *, is_first: bool) -> PathFolder:
                 n_up += 1
             case ast.Subscript(value=ast.Attribute(attr="parents"), slice=ast.Constant(value=int(number))):
                 n_up += 1 + number
-            case ast.Constant(value=str(name)):
-                names.append((node.lineno, node.col_offset, name))
-    return PathFolder(n_up if of_file else None, "/".join(name for _, _, name in sorted(names)), is_first)
+    return n_up, of_file
 
 
 def all_in(tree: ast.Module) -> list[str]:

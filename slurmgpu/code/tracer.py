@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.file_kinds import CONFIGURATIONS, PROGRAMS, TEXTS
-from slurmgpu.code.files_in_source import DOTTED, FilesInSource, texts_in
+from slurmgpu.code.files_in_source import DOTTED, FilesInSource, folders_above, texts_in
 from slurmgpu.code.imports_in_source import ImportsInSource, PathFolder, all_in, defined_in
 from slurmgpu.code.locator import Locator, is_others
 from slurmgpu.code.snapshot_names import SnapshotNames
@@ -43,6 +43,11 @@ _LARGEST_READ = 1 << 20
 _MANY_CONFIGURATIONS, MANY_BESIDE_CONFIGURATIONS = 1000, 20_000
 _OF_A_RUN = frozenset({"run.json", ".hydra", "multirun.yaml"})
 """Files in the folder of a run, of slurmgpu or of Hydra."""
+_OF_RESOURCES = frozenset({"importlib.resources", "importlib_resources", "pkgutil"})
+"""Modules that read the files of a package by its name."""
+_FOLDER = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*/?")
+_DEEPEST = 3
+"""How many folders, each named in the one before, are followed."""
 _OF_TRACKERS = frozenset({"wandb", "mlruns", "lightning_logs", "__pycache__"})
 
 
@@ -107,6 +112,7 @@ class Tracer:
         self._namespaces: set[str] = set()
         self._names = SnapshotNames(folder)
         self._defined: dict[str, frozenset[str]] = {}
+        self._listed: dict[Path, frozenset[str]] = {}
         # Files that are read from disk, and Python programs that run from disk or are executed as text.
         self._read: dict[str, ReadFile] = {}
         # The former with whether they are started in the run file's folder.
@@ -337,7 +343,9 @@ class Tracer:
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         imports = ImportsInSource(tree, package or (self._package_of_script(path) if file.is_script else ""))
         self._follow_modules(file, imports, package)
-        self._follow_files(file, FilesInSource(tree))
+        names = {each.name for each in imports.imports}
+        above = folders_above(tree) if b"__file__" in (file.source or b"") else 0
+        self._follow_files(file, FilesInSource(tree), above, names if names & _OF_RESOURCES else ())
 
     def _follow_modules(self, file: _UserFile, imports: ImportsInSource, package: str) -> None:
         for each in imports.path_folders:
@@ -365,7 +373,8 @@ class Tracer:
         for name in sorted(name for each in plugin_packages for name in self._modules_below(each)):
             self.add_module(name)
 
-    def _follow_files(self, file: _UserFile, named: FilesInSource) -> None:
+    def _follow_files(self, file: _UserFile, named: FilesInSource, n_above: int, imported: Collection[str]) -> None:
+        """Note what a file reads: in its folder, `n_above` above it, or among the resources of `imported` packages."""
         path = Path(file.path)
         if named.gpus_line:
             self.notes.choosing_gpus.append(f"{file.name} in line {named.gpus_line}")
@@ -375,12 +384,63 @@ class Tracer:
             self.notes.outputs[file.name] = sorted(named.outputs)
         if file.is_started and (into := named.output_folders | defaults):
             self.notes.output_folders[file.name] = sorted(into)
-        above = [folder for folder in path.parents if folder.is_relative_to(self._base)]
+        home = expanded("~")
+        above = [
+            folder
+            for number, folder in enumerate(path.parents)
+            if folder.is_relative_to(self._base) or (number < n_above and not home.is_relative_to(folder))
+        ]
         folders = tuple(dict.fromkeys((path.parent, *above, self._base)))
-        for text in sorted(named.read_texts()):
+        texts = sorted(named.read_texts())
+        inner = self._folders_named(texts, folders)
+        if imported:
+            inner += [folder for name in sorted({*imported, *texts}) for folder in self._folders_of(name)]
+        for text in texts:
             self.add_text(text, folders)
+            if Path(text).suffix in CONFIGURATIONS | PROGRAMS | TEXTS:
+                for folder in inner:
+                    self.add_read(folder / text)
         for text in sorted(named.config_folders):
             self._add_configurations(path.parent / text)
+
+    def _folders_named(self, texts: Iterable[str], folders: Sequence[Path]) -> list[Path]:
+        """The folders that texts name in others, and in those: `DATA = HERE / "data"`, then `DATA / "prompts"`."""
+        names = {text for text in texts if _FOLDER.fullmatch(text)} - _OF_TRACKERS
+        found: dict[Path, None] = {}
+        for _ in range(_DEEPEST):
+            for folder in (*folders, *found):
+                inner = self._folders_in(folder)
+                found |= {
+                    folder / name: None
+                    for name in sorted(names)
+                    if name.partition("/")[0] in inner and is_folder(folder / name, BRIEF_PATIENCE_S)
+                }
+        return [folder for folder in found if folder not in folders]
+
+    def _folders_in(self, folder: Path) -> frozenset[str]:
+        """The names of the folders in a folder; none in one that holds data, or a run. It is listed once."""
+        if folder not in self._listed:
+            names = set[str]()
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for number, entry in enumerate(entries):
+                    if number > MANY_BESIDE_CONFIGURATIONS or entry.name in _OF_A_RUN:
+                        names.clear()
+                        break
+                    if entry.is_dir():
+                        names.add(entry.name)
+            self._listed[folder] = frozenset(names)
+        return self._listed[folder]
+
+    def _folders_of(self, name: str) -> tuple[Path, ...]:
+        """The folders of a package of the user's, by its full name; none for other texts."""
+        if (
+            not all(part.isidentifier() for part in name.split("."))
+            or self._locator.look(name.partition(".")[0]) is None
+        ):
+            return ()
+        parts = name.split(".")
+        places = [self._locator.locate(".".join(parts[:n_parts])) for n_parts in range(1, len(parts) + 1)]
+        return tuple(map(Path, places[-1].folders)) if places[-1] is not None else ()
 
     def _add_path_folder(self, each: PathFolder, path: Path, *, is_script: bool) -> None:
         if each.n_up is None:

@@ -70,6 +70,43 @@ def test_a_default_is_read_whatever_folders_are_made_by_os_path_join(tmp_path):
     assert [file.name for file in tracer.finish().read] == ["model.yaml"]
 
 
+READS = {
+    "a folder in a variable": "DATA = Path(__file__).parent / 'pkg' / 'data'\nX = (DATA / 'words.txt').read_text()",
+    "folders one by one": "D = join(dirname(__file__), 'pkg')\nD = join(D, 'data')\nX = open(join(D, 'words.txt'))",
+    "files": "from importlib import resources\nX = (resources.files('pkg.data') / 'words.txt').read_text()",
+    "a module": "from importlib import resources\nfrom pkg import data\nX = resources.read_text(data, 'words.txt')",
+    "get_data": "import pkgutil\nX = pkgutil.get_data('pkg', 'data/words.txt')",
+}
+
+
+@pytest.mark.parametrize("source", READS.values(), ids=READS)
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_what_code_reads_in_a_folder_that_it_names_before_is_known(tmp_path, monkeypatch, source, is_beside):
+    folder = tmp_path / ("lab" if is_beside else "elsewhere")
+    for path in ("pkg/__init__.py", "pkg/data/__init__.py", "pkg/data/words.txt", "pkg/data/others.txt"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("")
+    (folder / "one.py").write_text(f"from os.path import *\nfrom pathlib import Path\n{source}\n")
+    monkeypatch.syspath_prepend(str(folder))
+    tracer = Tracer(tmp_path / "lab", None)
+    tracer.add_module("one")
+    assert [file.path for file in tracer.finish().read] == [str(folder / "pkg" / "data" / "words.txt")]
+
+
+def test_what_a_module_of_an_editable_install_reads_further_up_is_known(tmp_path, monkeypatch):
+    for path in ("words.txt", "src/pkg/__init__.py", "src/pkg/words.txt", "src/pkg/models/__init__.py"):
+        (tmp_path / "project" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "project" / path).write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "project" / "src"))
+    (tmp_path / "project" / "src" / "pkg" / "models" / "net.py").write_text(
+        "from pathlib import Path\nPACKAGE = Path(__file__).parents[1]\nPROJECT = PACKAGE.parent.parent\n"
+        "X = (PACKAGE / 'words.txt').read_text()\n"
+    )
+    tracer = Tracer(tmp_path / "lab", None)
+    tracer.add_module("pkg.models.net")
+    assert [file.path for file in tracer.finish().read] == [str(tmp_path / "project" / "src" / "pkg" / "words.txt")]
+
+
 PROSE = {
     "a document": "usage() {\n  cat <<EOF\nusage: x.sh ITEM > out.json\nEOF\n}",
     "echo": 'echo "Usage: CUDA_VISIBLE_DEVICES=0 $0 ITEM > out.json" >&2; exit 2',
