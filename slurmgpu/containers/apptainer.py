@@ -31,10 +31,12 @@ CSV_SPECIAL = frozenset(',"\r\n')
 DROPPED = re.compile(
     r"""
     (APPTAINER|SINGULARITY)ENV_.*                   # are set inside in spite of --cleanenv
-    | (APPTAINER|SINGULARITY)_(                     # options of exec that the run decides
+    | (APPTAINER|SINGULARITY)_(                     # options of exec that the run decides, and their older names
         BIND | BINDPATH | MOUNT | ENV | ENV_FILE | HOME | NO_HOME | NO_MOUNT | WORKDIR | PWD | CWD | TARGET_PWD | NV
-        | NVCCLI | ROCM | CONTAIN | CONTAINALL | CLEANENV | NO_EVAL | SCRATCH | OVERLAY | WRITABLE | WRITABLE_TMPFS
-        | COMPAT | CONTAINLIBS | NO_INIT | UNSHARE_PID | PID | HOSTNAME | SHELL | APP
+        | NVCCLI | ROCM | CONTAIN | CONTAINALL | CLEANENV | NO_EVAL | (SCRATCH | OVERLAY) \w* | WRITABLE\w*
+        | COMPAT | CONTAINLIBS | NO_INIT | HOSTNAME | SHELL | APP | NO_(NV | ROCM | UMASK) | (NV | ROCM)_OFF
+        | (UNSHARE_)?(PID | IPC | UTS | NET) | NETWORK\w* | NETNS_PATH | DNS | SECURITY | FAKEROOT | FUSEMOUNT | OCI
+        | APPLY_CGROUPS | MEMORY\w* | CPU\w* | BLKIO\w* | PIDS_LIMIT | OOM_KILL_DISABLE
     )
     | BASH_FUNC_.* | LD_PRELOAD | PYTHONHOME | PYTHONPATH
     """,

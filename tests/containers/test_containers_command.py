@@ -127,8 +127,9 @@ def test_what_slurm_and_the_gpu_libraries_need_comes_in_and_nothing_else():
 
 def test_the_runtime_itself_is_not_swayed_by_the_hosts_environment():
     dropped = "APPTAINER_BIND APPTAINER_BINDPATH SINGULARITY_BIND APPTAINER_OVERLAY APPTAINERENV_X SINGULARITYENV_X"
-    dropped += " LD_PRELOAD PYTHONPATH PYTHONHOME BASH_FUNC_ml%%"
-    kept = "PATH APPTAINER_TMPDIR APPTAINER_DROP_CAPS APPTAINER_CACHEDIR LD_LIBRARY_PATH"
+    dropped += " LD_PRELOAD PYTHONPATH PYTHONHOME BASH_FUNC_ml%% APPTAINER_SCRATCHDIR APPTAINER_OVERLAYIMAGE"
+    dropped += " APPTAINER_NETWORK APPTAINER_UNSHARE_IPC APPTAINER_NO_NV APPTAINER_MEMORY APPTAINER_CPUSET_CPUS"
+    kept = "PATH APPTAINER_TMPDIR APPTAINER_DROP_CAPS APPTAINER_CACHEDIR APPTAINER_USERNS LD_LIBRARY_PATH"
     _, env = command(dict.fromkeys((dropped + " " + kept).split(), "host"))
     assert {name for name, value in env.items() if value == "host"} == set(kept.split())
 
@@ -231,6 +232,12 @@ def test_the_environment_inside_is_the_one_that_was_made(runs):
     names = {line.partition("=")[0] for line in text.splitlines()}
     assert {"SLURM_JOB_ID", "PYTHONNOUSERSITE", "TRITON_CACHE_DIR"} <= names
     assert not {"SECRET", "EVIL", "PYTHONHOME", "LD_PRELOAD"} & names
+
+
+def test_a_container_has_the_network_of_its_node_whatever_the_users_variables_ask_for(root_runs):
+    asked = {"APPTAINER_NETWORK": "none", "APPTAINER_SCRATCHDIR": "/there", "APPTAINER_OVERLAYIMAGE": "/gone"}
+    said = root_runs.sh("readlink /proc/self/ns/net; test ! -e /there", environ=asked)
+    assert said == f"{Path('/proc/self/ns/net').readlink()}\n"
 
 
 def test_singularity_as_a_name_of_apptainer_gets_the_environment_too_and_does_not_complain(root_runs, tmp_path):
