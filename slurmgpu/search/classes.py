@@ -16,6 +16,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.search.cached_run import CachedRun, cached
 from slurmgpu.search.excerpts import (
+    NAME,
     TRACEBACK_ELSEWHERE,
     Excerpt,
     excerpt_around,
@@ -112,8 +113,8 @@ QUARANTINED = ", quarantined"
 def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
     """The failures of a class in a log, in one pass."""
     patterns = {
-        rb"\bitem (\d+): " + name.encode() + rb": (.*)": "item {}",
-        rb"\bitem (\d+) is quarantined: " + name.encode() + rb": (.*)": f"item {{}}{QUARANTINED}",
+        rf"\bitem (\d+){NAME}: {name}: (.*)".encode(): "item {}",
+        rf"\bitem (\d+) is quarantined: {name}: (.*)".encode(): f"item {{}}{QUARANTINED}",
     }
     if logged := POLICIES[name].logged.encode():
         patterns[rb"slurmgpu\.[a-z_.]+: ()(" + re.escape(logged) + rb".*)"] = "batch"

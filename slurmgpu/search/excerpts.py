@@ -33,6 +33,8 @@ N_VERDICTS = 3
 N_FRAMES = 10
 """The number of lines of the faulty stack that are shown first."""
 TRACEBACK_ELSEWHERE = r" \[traceback: item (\d+)\]$"
+NAME = r"(?: \(.*?\))?"
+"""The name of an item after its number, in the worker's lines of a run with a key."""
 _OF_SUBMITIT = re.compile(
     r"^submitit INFO \(| INFO submitit: |^(?:submitit WARNING |.* WARNING submitit: ).*Bypassing signal"
 )
@@ -90,7 +92,7 @@ def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Exce
     lines = [line for line in lines if not _OF_SUBMITIT.search(line.text)] or lines
     # The last line with the failure class is the most informative, unless it is about an item.
     verdict = record["failure"]
-    of_item = re.compile(rf"\bitem \d+(?: is quarantined)?: {verdict}: ")
+    of_item = re.compile(rf"\bitem \d+(?: is quarantined|{NAME}): {verdict}: ")
     found = (place for place, line in enumerate(lines) if verdict and f": {verdict}: " in line.text)
     marks = [place for place in found if not of_item.search(lines[place].text)]
     return Excerpt(*pick(lines, marks[-1] if marks else len(lines) - 1, (), max_lines)) if lines else None
@@ -212,7 +214,7 @@ def _trace_of(file: LogFile, item: int, stop: int) -> list[Line]:
 
 def failure_of(item: int | str) -> re.Pattern[str]:
     """A worker's log line on a failed item: its class and its message."""
-    return re.compile(rf"\bitem {item}(?: \(.*?\))?: ({'|'.join(POLICIES)}): (.*)")
+    return re.compile(rf"\bitem {item}{NAME}: ({'|'.join(POLICIES)}): (.*)")
 
 
 def pick(lines: Sequence[Line], mark: int, first: Iterable[int], n_lines: int) -> tuple[tuple[Line, ...], int]:

@@ -192,6 +192,19 @@ def test_every_failure_of_a_class_has_its_place(run, slurmgpu):
     assert f"{crashes[-1].file.path}:{crashes[-1].number}" in said
 
 
+def test_the_failures_of_named_items_have_their_places(tmp_path, slurmgpu):
+    folder = tmp_path / "project"
+    make_project(folder, 8, key="text", settings={"faults": {2: "item_error", 5: "segfault"}})
+    slurmgpu(*LOCAL, "--tasks", "1", cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    *_, failed = events_of_class(run, "item_error")  # once in each of the workers
+    assert (failed.what, failed.attempt) == ("item 2", "local1_0.0")
+    assert "item 2 (item 2 of many): item_error: " in failed.file.path.read_text().splitlines()[failed.number - 1]
+    [worker] = [event.file.path for event in events_of_class(run, "crash") if event.item == 5]
+    assert worker == run.logs / "local1_0.0.log"  # the line of its row, as in a run without a key
+    assert f"{failed.file.path}:{failed.number}" in slurmgpu("logs", run.folder, "--failed", expect=0).stdout
+
+
 def test_a_line_is_shown_once_where_the_failures_of_a_class_lie_near_each_other(run, slurmgpu):
     said = slurmgpu("logs", run.folder, "--class", "item_error", expect=0).stdout
     lines = re.findall(r"^.*\d{4}-\d\d-\d\dT.*$", said, re.MULTILINE)
