@@ -225,7 +225,7 @@ def cancel(folder: options.RunArgument) -> None:
     """
     from slurmgpu.cli.console import result
     from slurmgpu.executors import live_tasks
-    from slurmgpu.report.build import is_complete
+    from slurmgpu.report.build import command_to_continue, is_complete
 
     if runs := options.runs_of_sweep(folder):
         from slurmgpu.cli.commands import sweep
@@ -235,7 +235,7 @@ def cancel(folder: options.RunArgument) -> None:
     if not (done := live_tasks.cancel(run)):
         result("no task of this run is alive.")
         return
-    rest = "The run is complete." if is_complete(run) else f"To go on: slurmgpu resubmit {run.typed}"
+    rest = "The run is complete." if is_complete(run) else f"To go on: {command_to_continue(run)}"
     result(f"cancelled: {done}. {rest}")
 
 

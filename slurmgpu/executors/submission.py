@@ -19,7 +19,7 @@ from slurmgpu.faults import parse_faults
 from slurmgpu.faults.injection import damage_shards
 from slurmgpu.merge import merge
 from slurmgpu.report.attempts import Accounting
-from slurmgpu.report.build import Report, every_item_failed, retriable
+from slurmgpu.report.build import Report, command_to_continue, every_item_failed, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
 from slurmgpu.run.liveness import is_orphaned, processes_here
@@ -257,10 +257,9 @@ def _naming_room(run: Run) -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        verb = "merge" if len(run.published()) == run.plan.n_shards else "resubmit"
         raise SlurmGPUError(
             f"{error.filename or run.merged}: {error.strerror}. Published shards are kept. Free space there, then: "
-            f"slurmgpu {verb} {run.typed}"
+            f"{command_to_continue(run)}"
         ) from error
 
 

@@ -350,6 +350,12 @@ def is_complete(run: Run) -> bool:
     )
 
 
+def command_to_continue(run: Run) -> str:
+    """The command to type once nothing of an incomplete run is alive: `merge` if every shard is published."""
+    verb = "merge" if len(run.published(fresh=True)) == run.plan.n_shards else "resubmit"
+    return f"slurmgpu {verb} {run.typed}"
+
+
 def report_path(run: Run) -> Path:
     """The path of the report."""
     return run.folder / "report.json"

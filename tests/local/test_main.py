@@ -111,13 +111,16 @@ def test_a_home_is_put_in_place_of_its_sign_where_there_is_one(monkeypatch, tmp_
     ]
 
 
-@pytest.mark.parametrize("complete", [False, True])
-def test_cancel_names_resubmit_where_something_is_missing(monkeypatch, capsys, tmp_path, complete):
-    run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+@pytest.mark.parametrize(("n_published", "complete"), [(0, False), (4, False), (4, True)])
+def test_cancel_names_the_command_that_goes_on(monkeypatch, capsys, tmp_path, n_published, complete):
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1, n_shards=4)
+    for shard in range(n_published):
+        run.shard_path(shard).touch()
     monkeypatch.setattr(live_tasks, "cancel", lambda _: "Slurm jobs 20")  # a task that was requeued after the end
     monkeypatch.setattr(build, "is_complete", lambda _: complete)
     app.cancel(run.folder)
-    rest = "The run is complete." if complete else f"To go on: slurmgpu resubmit {run.folder}"
+    verb = "merge" if n_published else "resubmit"
+    rest = "The run is complete." if complete else f"To go on: slurmgpu {verb} {run.folder}"
     assert capsys.readouterr().out == f"cancelled: Slurm jobs 20. {rest}\n"
 
 

@@ -22,9 +22,11 @@ from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge
 from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.operations.wait import wait_for
+from slurmgpu.report.build import command_to_continue, is_complete
 from slurmgpu.report.state_words import News, line_of
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import is_over
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.early_signals import INTERRUPTS
 
@@ -149,10 +151,12 @@ def _say_interrupted(folder: Path) -> None:
         say(f"interrupted; {folder} was not submitted.")
         return
     run = Run.open(folder)
-    last = run.submissions()[-1]
-    executor = executor_named(last["executor"])
-    if executor.queues:
+    lines = run.submissions()
+    executor = executor_named(lines[-1]["executor"]) if lines else None
+    if executor is not None and executor.queues and not is_over(lines):
         say(f"interrupted; {executor.title} continues the run. To see it: slurmgpu status --watch {run.typed}")
         say(f"To stop it: slurmgpu cancel {run.typed}")
     else:
-        say(f"interrupted; the tasks have ended, published shards are kept. To continue: slurmgpu resubmit {run.typed}")
+        said = "the tasks have ended, published shards are kept" if lines else "nothing was submitted"
+        command = "repeat the command" if is_complete(run) else command_to_continue(run)
+        say(f"interrupted; {said}. To continue: {command}")
