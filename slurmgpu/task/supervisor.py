@@ -190,7 +190,6 @@ class Task:
                 pass
             return code
         except StoppedError as stopped:
-            self._stopped_by = stopped.signum
             self._hear_out(signals.events)
             if self.record["reason"] in GOOD_ENDS and not self._works():
                 return self._end_of_work()
@@ -201,7 +200,6 @@ class Task:
         self._kills, self._begun = cgroups.KillWatch(), time.monotonic()
         self._heard = self._keeps_progress = False
         self.record["reason"], self._exit_by = None, float("inf")
-        self._learn_end()
         with self._start_worker(others) as worker:
             self._worker_pid = worker.pid
             if self._was_told:

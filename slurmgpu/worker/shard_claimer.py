@@ -193,9 +193,8 @@ class Claimer:
         self._n_surveys += 1
         if n_free < MANY:
             return 0
-        number = self.claim.task.rpartition("_")[2]
-        is_first = self._n_surveys == 1 and number.isdecimal()
-        return int(n_free * (int(number) * GOLDEN % 1 if is_first else CHANCE.random()))
+        number = int(self.claim.task.rpartition("_")[2])
+        return int(n_free * (number * GOLDEN % 1 if self._n_surveys == 1 else CHANCE.random()))
 
     def _take_ahead(self) -> int | None:
         """The next shard of the last listing that is still free; None if the listing is used up."""

@@ -134,6 +134,27 @@ def test_an_idle_task_looks_again_soon_then_less_often(run, clock):
     assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0], rel=0.1)  # and time for its listings
 
 
+def test_after_a_shard_its_first_pause_is_a_short_one_again(run, clock):
+    publish(run, *range(3))
+    for shard in (3, 4):
+        run.claims.take(shard, OTHER)
+    pauses = []
+
+    def others_compute(seconds):
+        clock.go(seconds)
+        pauses.append(seconds)
+        if len(pauses) == 4:
+            run.claims.release(3, OTHER)
+        if len(pauses) == 6:
+            publish(run, 4)
+
+    scout = Claimer(run, ME, pause=others_compute)
+    assert scout.next() == 3
+    publish(run, 3)
+    assert scout.next() == "complete"
+    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.05, 0.1], rel=0.1)
+
+
 def test_the_claim_of_a_dead_owner_is_taken_over(run, clock):
     publish(run, *range(4))
     run.claims.take(4, OTHER)
@@ -165,6 +186,61 @@ def test_who_was_seen_alive_long_ago_must_show_it_again(run, clock):
     publish(run, 1, 2, 3, 4)
     scout._ahead.clear()
     assert scout.next() == 0  # the owner has died since: it is taken over, not left to him
+
+
+def test_a_free_shard_is_claimed_ahead_and_none_is_waited_for(run):
+    publish(run, 0)
+    run.claims.take(1, OTHER)
+    scout = Claimer(run, ME, pause=never)
+    assert [scout.next_free() for _ in range(4)] == [2, 3, 4, None]
+    scout.give_back(3)
+    assert (scout.held, run.claims.read(3)) == ({2, 4}, None)
+    assert scout.next_free() == 3
+
+
+def test_who_dies_while_shards_are_claimed_ahead_is_known_when_there_are_no_more(run, clock):
+    run.claims.take(0, OTHER)
+    scout = Claimer(run, ME, pause=never)
+    for shard in (1, 2, 3, 4):
+        assert scout.next_free() == shard
+        publish(run, shard)
+        clock.go(0.4 * LEASE_S)
+    assert scout.next() == 0
+
+
+def test_leases_of_others_are_watched_four_times_in_a_lease_while_there_is_work(run, clock, monkeypatch):
+    run.claims.take(0, OTHER)
+    observed, real = [], Claims.observe
+    monkeypatch.setattr(Claims, "observe", lambda self, shard: (observed.append(shard), real(self, shard))[1])
+    scout, n_observed = Claimer(run, ME, pause=never), []
+    for seconds in (0.0, LEASE_S / 4 - 1, 1.0, 0.0):
+        clock.go(seconds)
+        publish(run, scout.next())
+        n_observed.append(len(observed))
+    assert n_observed == [1, 1, 2, 2]
+
+
+def test_a_shard_is_lost_once_it_is_seen_that_another_attempt_holds_it(run, clock):
+    scout = Claimer(run, ME)
+    assert scout.next() == 0
+    look_s = LEASE_S / 6
+    clock.go(look_s)
+    run.claims.path(0).write_bytes(b"")  # it is being taken over, perhaps in vain
+    assert not scout.has_lost(0)
+    clock.go(look_s)
+    run.claims.path(0).unlink()
+    assert not scout.has_lost(0)
+    run.claims.take(0, OTHER)
+    clock.go(look_s - 1)
+    assert not scout.has_lost(0)  # it looked a moment ago
+    clock.go(1)
+    assert scout.has_lost(0)
+    run.claims.release(0, OTHER)
+    run.claims.take(0, ME)
+    clock.go(look_s)
+    assert scout.has_lost(0)  # what it knows stays so, until it claims the shard again
+    scout._begin(0)
+    assert not scout.has_lost(0)
 
 
 def test_a_parked_shard_is_nobodys_in_this_submission(run):
@@ -228,6 +304,8 @@ def test_a_stale_claim_of_a_shard_that_is_published_meanwhile_is_given_back(run,
     publish(run, 4)
     stale(monkeypatch, run, run.shards, before)
     taken = []
+    assert Claimer(run, ME, pause=clock.go).look() == "complete"
+    stale(monkeypatch, run, run.shards, before)
     scout = Claimer(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
     assert scout.next() == "complete"
     assert not taken

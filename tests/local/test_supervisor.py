@@ -131,6 +131,15 @@ def test_a_worker_that_keeps_progress_is_told_and_ends_by_itself(work):
     assert (code, record["message"]) == (75, "stopped by SIGTERM; shard 0 was given back, with its progress kept")
 
 
+def test_a_worker_that_loads_again_has_no_progress_to_keep(work):
+    code, record = work(f"begin(resumes=True); {DIES}", "to_task(signal.SIGTERM); time.sleep(600)")
+    assert (code, record["failure"], record["message"]) == (
+        75,
+        "preempted",
+        "stopped by SIGTERM; its shards were given back",
+    )
+
+
 def test_a_worker_that_ends_its_work_after_a_signal_was_not_stopped(work):
     code, record = work("begin(resumes=True); to_task(signal.SIGTERM); hears(); publish(); done()")
     assert (code, record["reason"], record["failure"]) == (0, "complete", None)
@@ -155,6 +164,8 @@ def test_what_a_worker_had_done_when_it_was_stopped_is_recorded(work):
 def test_a_worker_that_is_stopped_after_its_work_has_done_it(work):
     code, record = work(f"{ENDS}; to_task(signal.SIGTERM); time.sleep(600)")
     assert (code, record["reason"], record["failure"]) == (0, "complete", None)
+    code, record = work("begin(); done(); to_task(signal.SIGTERM); time.sleep(600)")  # its shard is not written yet
+    assert (code, record["reason"], record["failure"]) == (75, "complete", "preempted")
 
 
 def test_the_notice_of_a_preemption_is_told_to_each_worker_and_the_walltimes_to_none(work, caplog):
