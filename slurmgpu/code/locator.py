@@ -20,7 +20,7 @@ from pathlib import Path
 
 import slurmgpu
 from slurmgpu.code.imported_modules import invalidate_caches, without_dots
-from slurmgpu.code.importer import BY_PATH, Finder, is_installed
+from slurmgpu.code.importer import BY_PATH, INSTALLED, Finder, is_installed
 from slurmgpu.code.snapshots import SourceFile
 from slurmgpu.containers import INSIDE
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder
@@ -49,7 +49,8 @@ class Locator:
     The paths of `former` files are tried last: code may have added their folder to the path.
 
     `folders` are searched first. `foreign` are requested packages that are not the user's; `bound_in` are installed
-    distributions that are bound into the image; `elsewhere` are the user's packages outside of the image, with paths.
+    distributions that are bound into the image; `elsewhere` are packages outside of the image, with paths:
+    the user's, and those that `pip install --target` put on Python's path.
     `archives` are zip archives, other than installed ones, that have requested modules.
     """
 
@@ -171,7 +172,9 @@ class Locator:
                 folders.append(path)
         if folders:
             return Place(None, (*(here.folders if here else ()), *folders))
-        if there is not None and there is not _INSTALLED and here is None:
+        if there is _INSTALLED and here is None and (target := _in_target(name)) is not None:
+            self.elsewhere[name] = target
+        elif there is not None and there is not _INSTALLED and here is None:
             self.elsewhere[name] = there.path or there.folders[0]
         return None
 
@@ -228,6 +231,21 @@ def _on_path(name: str, above: Place | None = None) -> Place | None:
     if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and is_file(path, BRIEF_PATIENCE_S)):
         return _INSTALLED  # for example in a zip archive
     return Place(path, own, own != inner)
+
+
+def _in_target(name: str) -> str | None:
+    """The path of a module that `pip install --target` put into a folder on Python's path; None for others."""
+    if (spec := PathFinder.find_spec(name)) is None:
+        return None
+    paths = [spec.origin] if spec.has_location else [*(spec.submodule_search_locations or ())]
+    return next(
+        (
+            path
+            for path in paths
+            if path and not path.startswith(_folders_of_others()) and INSTALLED.isdisjoint(Path(path).parts)
+        ),
+        None,
+    )
 
 
 def archive_of(spec: ModuleSpec | None) -> str | None:

@@ -181,6 +181,14 @@ def test_what_pip_has_installed_into_a_folder_on_the_path_is_not_the_users(tmp_p
     tracer = Tracer(folder, None)
     tracer.add_module("mine")
     assert {Path(file.path).name for file in tracer.finish().files} == {"beside.py", "mine.py"}
+    # An image has neither them nor the user's own, but may have packages such as NumPy.
+    (folder / "mine.py").write_text("import beside, one, several, numpy, json\n")
+    tracer = Tracer(folder, [])
+    tracer.add_module("mine")
+    [note] = tracer.finish().notes
+    shown = [f"{name} ({target / path})" for name, path in
+             (("beside", "beside.py"), ("one", "one.py"), ("several", "several/__init__.py"))]  # fmt: skip
+    assert f"tasks import the image's versions, if any: {', '.join(shown)}." in note
 
 
 def test_modules_of_a_namespace_that_installed_distributions_share_are_the_users(tmp_path, monkeypatch):
