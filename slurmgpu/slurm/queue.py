@@ -162,10 +162,14 @@ _SUBMITTED_BY: dict[str, str] = {}
 """The lines from accounting: `status --watch` asks for the queue again and again."""
 
 
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+"""States of a job in the queue that has not started, or not again."""
+
+
 def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None, *, and_requeued: bool = False) -> list[QueuedJob]:
     """A run's jobs in the queue, for all submissions that have not ended, and those that have not joined it yet.
 
-    `and_requeued`: also tasks of submissions that have ended, as where somebody requeues one after its run's merge.
+    `and_requeued`: also jobs of submissions that have ended, as where somebody requeues one after its run's merge.
 
     The id is not enough to identify a job: on another cluster that shares the disk it is another job's, and so it is
     where ids began again because slurmctld lost its state. `among` are all of the user's jobs, if they are known
@@ -192,7 +196,8 @@ def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None, *, and_requeued:
     def counts(job: QueuedJob) -> bool:
         if job.array_job not in over:
             return job.is_of(run) or is_known(job)
-        return and_requeued and job.array_job not in merges and job.is_of(run)
+        # A merge runs on behind the end that it records: it tells of the end, and sends to trackers.
+        return and_requeued and (job.array_job not in merges or job.state in _WAITING) and job.is_of(run)
 
     return [job for job in jobs if counts(job)]
 

@@ -777,13 +777,18 @@ def test_a_submission_that_has_ended_on_another_cluster_hides_no_job_here_with_i
 
 
 @pytest.mark.parametrize(
-    ("told", "stops"),
-    [({"array_job": "7"}, True), ({"array_job": "6", "merge_job": "7"}, False)],  # which tells of the end
-    ids=["task", "merge"],
+    ("told", "state", "stops"),
+    [
+        ({"array_job": "7"}, "PENDING", True),
+        ({"array_job": "7"}, "RUNNING", True),
+        ({"array_job": "6", "merge_job": "7"}, "PENDING", True),
+        ({"array_job": "6", "merge_job": "7"}, "REQUEUE_HOLD", True),
+        ({"array_job": "6", "merge_job": "7"}, "RUNNING", False),  # it tells of the end
+    ],
 )
-def test_a_task_that_was_requeued_after_the_end_is_cancelled(cancelling, tmp_path, told, stops):
+def test_a_job_that_was_requeued_after_the_end_is_cancelled(cancelling, tmp_path, told, state, stops):
     script = str(tmp_path / "run" / "logs" / "submission_file_1.sh")
-    job = queue.QueuedJob("7_0", "PENDING", "BeginTime", "slurmgpu:run", "/", script)
+    job = queue.QueuedJob("7", state, "BeginTime", "slurmgpu:run", "/", script)
     assert cancelling(job, cluster="here", by_hand=False, state="ended", **told) == (["7"] if stops else [], False)
 
 
