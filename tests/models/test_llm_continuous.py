@@ -19,8 +19,10 @@ import torch
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
-from slurmgpu.llm.interface.sampling_rules import Kinds
+from slurmgpu.llm.interface.sampling import choose
+from slurmgpu.llm.interface.sampling_rules import Kinds, Rules
 from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.prompts.codec import Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous, continuous_sampling, selfcheck
 from slurmgpu.llm.transformers_engine.continuous import Needs
 from tests.support.nightly import by_night
@@ -328,6 +330,32 @@ def test_two_tokens_that_are_all_but_tied_may_change_places(opened):
         assert selfcheck.difference(*compared) is None
         patch.setitem(selfcheck.TOLERANCE, "bf16", gap * 0.9)
         assert f"tokens [{second}] instead of" in selfcheck.difference(*compared)
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 20, "top_p": 0.8, "temperature": 0.7}, {"top_p": 0.3}, {"top_k": 50}, {"min_p": 0.05}]
+)
+def test_a_token_that_rounding_moves_over_the_edge_of_a_filter_is_no_difference(opened, filters):
+    n_rows, sampling = 200, Sampling(**{"temperature": 1.0, **filters})
+    logits = 2.5 * torch.randn(n_rows, 2000, generator=torch.Generator().manual_seed(0))
+    logits[:, :20] += 6 * torch.rand(n_rows, 20, generator=torch.Generator().manual_seed(1))
+    rounded = logits + 0.01 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)) * logits.amax()
+
+    def chosen(scores, how):
+        rules = Rules.of([how] * n_rows, [7] * n_rows)
+        return tuple(choose(scores.bfloat16(), rules, torch.arange(n_rows)).tolist())
+
+    def said(tokens):
+        model = lambda **_: SimpleNamespace(logits=logits.bfloat16()[None])  # noqa: E731
+        model.device = torch.device("cpu")
+        encoded = Encoded(Request(0, Prompt("a"), sampling, key=7), (1,))
+        reference = Finished(encoded, chosen(logits, sampling), "length")
+        assert reference.tokens != tokens
+        found = Finished(encoded, tokens, "length")
+        return selfcheck.difference(model, opened("llama", "static")._grammars, [reference], [found], "bf16")
+
+    assert said(chosen(rounded, sampling)) is None
+    assert "instead of" in said(chosen(rounded, Sampling(temperature=sampling.temperature)))
 
 
 # When it is used

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slurmgpu.llm.interface.engine import Sampling
 from slurmgpu.llm.interface.sampling import perturb, restrict
 from slurmgpu.llm.interface.sampling_rules import Rules
 from slurmgpu.llm.prompts.codec import Encoded, Finished
@@ -26,6 +28,8 @@ NOISE_FACTOR, MOST_FACTOR = 2.5, 20.0
 N_PROBES, PROBE_TOKENS = 4, 16
 N_TIMES = 6
 """How often two computations of the same scores are compared before they count as different."""
+MOST_SLACK = 80.0
+"""More does not change which tokens a filter surely keeps, and its exponential must be a number."""
 MISS_ROWS = 32
 """The number of rows of scores compared at a time, since the intermediate results are several times larger."""
 
@@ -152,7 +156,7 @@ def difference(
             return f"a request failed: {answer.error or reference.error}"
         if answer.tokens == reference.tokens:
             continue
-        missed = _worst_miss(model, grammars, answer.encoded, answer.tokens)
+        missed = _worst_miss(model, grammars, answer.encoded, answer.tokens, TOLERANCE[precision])
         if missed > TOLERANCE[precision]:
             return (
                 f"tokens {list(answer.tokens)} instead of {list(reference.tokens)}, "
@@ -161,8 +165,12 @@ def difference(
     return None
 
 
-def _worst_miss(model: Any, grammars: Grammars, encoded: Encoded, tokens: Sequence[int]) -> float:
-    """The greatest distance of a chosen token from its row's best score, as a share of the row's range."""
+def _worst_miss(model: Any, grammars: Grammars, encoded: Encoded, tokens: Sequence[int], tolerance: float) -> float:
+    """The greatest distance of a chosen token from its row's best score, as a share of the row's range.
+
+    Rounding may also move a token over the edge of top_k, top_p or min_p: the chosen token may be among those that
+    wider filters keep, and the best score is that of the tokens that narrower filters keep, by `tolerance`.
+    """
     import torch
 
     if not tokens:
@@ -170,11 +178,30 @@ def _worst_miss(model: Any, grammars: Grammars, encoded: Encoded, tokens: Sequen
     with torch.inference_mode():
         inputs = torch.tensor([[*encoded.tokens, *tokens[:-1]]], device=model.device)
         logits: Tensor = model(input_ids=inputs, use_cache=False, logits_to_keep=len(tokens)).logits[0]
-        n_rows, request = len(tokens), encoded.request
-        rules = Rules.of([request.sampling] * n_rows, [request.key] * n_rows, logits.device)
-        allowed = grammars.along(encoded, tokens, logits.device)
-        scores = perturb(restrict(logits, allowed), rules, torch.arange(n_rows, device=logits.device))
-        best = scores.amax(-1)
-        taken = scores.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
-        spread = best - logits.float().mean(-1)
-        return float(((best - taken) / spread.clamp(min=1e-6)).max())
+        sampling, keys = encoded.request.sampling, [encoded.request.key] * len(tokens)
+        allowed = restrict(logits, grammars.along(encoded, tokens, logits.device))
+        spread, positions = _range(logits.float()) / (sampling.temperature or 1), torch.arange(len(tokens))
+
+        def scores(share: float) -> Tensor:
+            slacks = zip(allowed.float(), (share * spread).tolist(), strict=True)
+            rules = Rules.of([_widened(sampling, row, slack) for row, slack in slacks], keys, logits.device)
+            return perturb(allowed, rules, positions.to(logits.device))
+
+        taken = scores(tolerance).gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+        return float(((scores(-tolerance).amax(-1) - taken) / spread).max())
+
+
+def _widened(sampling: Sampling, logits: Tensor, slack: float) -> Sampling:
+    """Filters that keep what `sampling` keeps of one row if scores are off by `slack`; if it is negative, surely keep.
+
+    `slack` is a difference of two logits after the division by the temperature.
+    """
+    if sampling.temperature == 0:
+        return sampling
+    scores, (top_k, top_p) = logits / sampling.temperature, (sampling.top_k, sampling.top_p)
+    if 0 < top_k < len(scores):
+        last, following = scores.topk(top_k + 1).values[-2:]
+        top_k = int((scores >= last - slack).sum() if slack > 0 else (scores > following - slack).sum().clamp(min=1))
+    factor = math.exp(min(-slack, MOST_SLACK))  # by which the odds of the tokens before the edge of top_p change
+    top_p /= top_p + (1 - top_p) * factor
+    return dataclasses.replace(sampling, top_k=top_k, top_p=top_p, min_p=min(1.0, sampling.min_p * factor))
