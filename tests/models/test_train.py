@@ -426,6 +426,7 @@ def test_an_argument_of_the_class_may_stand_among_the_settings(tmp_path, monkeyp
         ({"accumulation": 2}, '{"batch_size": 4}\n{}\n', ["A step has 4 × 4 × 2 = 32, 32 × 4 × 2 = 256 samples."]),
         ({"batch_size": "auto"}, "{}\n", []),
         ({"lr": 0.1}, '{"lr": 0.1}\n{"lr": 0.2}\n', ["A step has 32 × 4 = 128 samples."]),
+        ({"width": "8"}, '{"width": 8}\n{"width": 4}\n', ["A step has 32 × 4 = 128 samples."]),
         (
             {"lr": 0.3, "width": 8, "batch_size": "auto"},
             '{"lr": 0.1, "width": 4}\n{"lr": 0.2, "width": 2}\n',

@@ -105,6 +105,7 @@ def check_items(
     The SlurmGPUError for a wrong item names it.
     """
     seen: set[str] = set()
+    given = base.over({}, cls).shown  # with the types that the class takes, as below
     for path in files:
         for number, data in enumerate(_items(path)):
             try:
@@ -117,7 +118,7 @@ def check_items(
             if text in seen and found.settings.get("seed") is not None:
                 log.warning("%s repeats an earlier configuration and its seed.", sweeps.place_of(path, number, data))
             seen.add(text)
-            yield checked, [name for name in data if name in base.shown and found.shown[name] != base.shown[name]]
+            yield checked, [name for name in data if name in given and found.shown[name] != given[name]]
 
 
 def _kind(name: str, cls: TrainingClass | None) -> str:
