@@ -34,7 +34,7 @@ from slurmgpu.workloads.command import (
     submitted_program,
     workload,
 )
-from slurmgpu.workloads.command.process import CallFailedError
+from slurmgpu.workloads.command.process import CallFailedError, Child
 from tests.support.runs import wait_until
 
 SLICE = "--in", "{in}", "--out", "{out}"
@@ -1685,6 +1685,18 @@ def test_a_stream_that_ends_with_its_last_answer_has_given_it(served):
     assert command(items("a", "bb")) == [{"n": 1}, {"n": 2}]
     assert "exited with code 3" in failing(command, items("a", "bb", "ccc"))
     assert command(items("a")) == [{"n": 1}]
+
+
+def test_a_stream_that_has_ended_before_its_answer_is_read_has_given_it(served, monkeypatch):
+    send = Child.send
+
+    def send_and_wait(self, data):
+        send(self, data)
+        while not self.has_ended():
+            self._write() if self._unsent else time.sleep(0.01)
+
+    monkeypatch.setattr(Child, "send", send_and_wait)
+    assert served(f"{ANSWER}\nos._exit(3)")(items("a")) == [{"n": 1}]
 
 
 def test_a_stream_that_hangs_is_killed_and_started_again(served):
