@@ -16,7 +16,13 @@ from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface import exchange
 from slurmgpu.llm.interface.engine import Engine, EngineOptions, Output, Place, Question, Request, Sampling, Scores
 from slurmgpu.llm.models.adapters import choice_of, pinned, refuse_missing_adapters
-from slurmgpu.llm.models.decoders import check_decoder, check_takes_images, check_takes_text_alone, check_tokenizer
+from slurmgpu.llm.models.decoders import (
+    check_decoder,
+    check_not_encoder_decoder,
+    check_takes_images,
+    check_takes_text_alone,
+    check_tokenizer,
+)
 from slurmgpu.llm.models.source import cache_of, check_unchanged, digests_of, fetch, files_of
 from slurmgpu.llm.placement.place import place
 from slurmgpu.llm.prompts.structures import check_structure
@@ -169,6 +175,8 @@ class LanguageModelWorkload:
                 )
             return Placement("one", (describe(self.options, share.gpus),))
         check_decoder(self.options.model)
+        if self.options.engine == "transformers":
+            check_not_encoder_decoder(self.options.model.name, self.options.model.config)
         if self.options.images:
             check_takes_images(self.options.model)
         elif self.options.engine == "transformers":

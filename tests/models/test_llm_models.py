@@ -396,7 +396,11 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, files, suffices):
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"remove": "tokenizer.json"}, "there is no tokenizer in"), ({"kind": "BertModel"}, "does not generate text")],
+    [
+        ({"remove": "tokenizer.json"}, "there is no tokenizer in"),
+        ({"config": {"model_type": "bert", "architectures": []}}, "does not generate text"),
+        ({"config": {"model_type": "t5", "is_encoder_decoder": True}}, "is an encoder-decoder model"),
+    ],
 )
 def test_planning_refuses_a_model_that_cannot_answer(project, tmp_path, changes, said):
     folder = make_llama(tmp_path / "model")
@@ -404,7 +408,7 @@ def test_planning_refuses_a_model_that_cannot_answer(project, tmp_path, changes,
         (folder / changes["remove"]).unlink()
         (folder / "tokenizer_config.json").unlink()
     else:
-        make(folder, **json.loads((folder / "config.json").read_text()) | {"model_type": "bert", "architectures": []})
+        make(folder, **json.loads((folder / "config.json").read_text()) | changes["config"])
     there = project(4, settings={"model": str(folder), "prompt": "{text}"}, resources={"gpus": 0})
     run_file, workload = there / "slurmgpu.toml", {"workload": {"use": "generate"}}
     with pytest.raises(SlurmGPUError, match=said), draft_run(run_file, workload):

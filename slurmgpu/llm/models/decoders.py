@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models import hub
@@ -59,6 +61,15 @@ def check_decoder(source: ModelSource) -> None:
             f"text; expected a decoder with a language-model head, such as LlamaForCausalLM or Qwen3ForCausalLM. To "
             f"score texts with a classifier or a reward model, use score, or judge with scorer instead of model; to "
             f"embed texts, use embed."
+        )
+
+
+def check_not_encoder_decoder(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse an encoder-decoder model by its configuration."""
+    if config.get("is_encoder_decoder"):
+        raise SlurmGPUError(
+            f"{name} is an encoder-decoder model ({config['model_type']}), which the engine transformers does not "
+            "support; expected a decoder such as Llama, Qwen or gpt-oss."
         )
 
 
