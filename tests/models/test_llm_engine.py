@@ -314,6 +314,52 @@ def test_a_question_that_cannot_be_is_its_own_error(folders):
     assert np.isnan(found[1].logprobs).all()
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 3}])
+def test_an_answer_whose_logits_are_not_finite_is_an_error(folders, sampling):
+    ours = engine(folders["llama"])
+    prompts = texts(6)
+    good = {output.id: output.text for output in ours.generate(requests_of(prompts, **sampling))}
+    lost = encode(ours, prompts[1])
+    read = ours._prefill._forward
+
+    def overflow(ids, *rest, **more):
+        logits = read(ids, *rest, **more)
+        return logits.masked_fill((ids == lost[-1]).any(-1)[:, None, None], torch.nan)
+
+    ours._prefill._can_pack = False
+    ours._prefill._forward = overflow
+    found = {output.id: output for output in ours.generate(requests_of(prompts, **sampling))}
+    assert found[1].error == 'the logits are not finite; precision = "fp32" has a larger range'
+    others = [output for output in found.values() if output.error is None]
+    assert all(output.text == good[output.id] for output in others)
+    assert len(others) < len(prompts)
+
+
+@pytest.mark.parametrize("batching", ["static", "continuous"])
+def test_a_token_that_was_added_without_an_embedding_is_its_prompts_error_and_pads_nothing(tmp_path, batching):
+    from transformers import AutoTokenizer
+
+    folder = make_llama(tmp_path)
+    asked = texts(8)
+    good = tokens_of(engine(folder).generate(requests_of(asked)))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+    ours = engine(folder, batching=batching)
+    ours._prefill._can_pack = False  # padded, as on a GPU
+    assert ours._prefill.takes_padding
+    found = {output.id: output for output in ours.generate(requests_of([*asked, "1<new>", "1[PAD]"]))}
+    assert {number: found[number].tokens.tolist() for number in range(8)} == good
+    assert "the tokenizer has '<new>' as token 50, and the model has only 49 tokens" in found[8].error
+    assert found[9].error is None  # a special token in an item is plain text
+    [scores, others] = ours.score([Question(0, Prompt("1<new>"), ("y", "n")), Question(1, Prompt("1"), ("y", "n"))])
+    assert "without embeddings" in scores.error
+    assert others.error is None
+    [passage] = ours.likelihoods([Passage(0, Prompt("1<new>"))])
+    assert "without embeddings" in passage.error
+
+
 def test_an_encoder_decoder_model_is_refused_with_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
     with pytest.raises(SlurmGPUError, match=r"encoder-decoder model \(t5\).* expected a decoder"):

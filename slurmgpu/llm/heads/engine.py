@@ -58,7 +58,10 @@ class HeadEngine:
         tokenizer = self._loaded.tokenizer if processor is None else processor.tokenizer
         self.has_chat_template = bool(tokenizer.chat_template)
         marks = () if processor is None else marks_of(processor)
-        self._codec = HeadCodec(tokenizer, options, self._loaded.context, cut=cut, step_end=step_end, marks=marks)
+        n_known = self._loaded.n_known
+        self._codec = HeadCodec(
+            tokenizer, options, self._loaded.context, cut=cut, step_end=step_end, marks=marks, n_known=n_known
+        )
         self._shows = None if processor is None else ImagePrompts(processor, self._codec.codec)
         self._choices = self._choice_tokens() if head.kind == "choices" else []
         self._config = self._loaded.model.config.get_text_config()

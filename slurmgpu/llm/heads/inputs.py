@@ -34,7 +34,7 @@ class HeadCodec:
     """Converts inputs to tokens.
 
     `cut` truncates texts that exceed the `context` at their end; otherwise they are errors. `step_end` is put after
-    each step. `marks` that occur in an item's text are plain text.
+    each step. `marks` that occur in an item's text are plain text. The model knows `n_known` tokens.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class HeadCodec:
         cut: bool,
         step_end: str,
         marks: Collection[str],
+        n_known: int,
     ) -> None:
         self._tokenizer, self._context, self._cut, self._step_end = tokenizer, context, cut, step_end
-        self.codec = Codec(tokenizer, options, context, marks)
+        self.codec = Codec(tokenizer, options, context, marks, n_known)
         self._before, self._after = self.codec.own_tokens
 
     def encode(self, asked: HeadInput) -> EncodedInput:
@@ -112,6 +113,7 @@ class HeadCodec:
                 truncation="only_second",
                 max_length=self._context,
             )
+        self.codec.check_known(whole["input_ids"])
         types = whole["token_type_ids"] if "token_type_ids" in self._tokenizer.model_input_names else ()
         return EncodedInput(asked.id, tuple(whole["input_ids"]), n_cut, types=tuple(types))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -167,12 +168,20 @@ def _shaped(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 class Codec:
     """Converts prompts to tokens and tokens to answers with a model's tokenizer and chat template.
 
-    `context` is the most tokens of a prompt with its answer.
+    `context` is the most tokens of a prompt with its answer; the model knows `n_known` tokens.
     """
 
-    def __init__(self, tokenizer: Any, options: EngineOptions, context: int, marks: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: EngineOptions,
+        context: int,
+        marks: Collection[str] = (),
+        n_known: int = sys.maxsize,
+    ) -> None:
         """Texts of `marks` in an item's text are plain text, like those of the tokenizer's special tokens."""
         self._tokenizer = tokenizer
+        self._n_known = n_known
         self._options = options
         self.context = context
         self._chat = bool(tokenizer.chat_template) if options.chat is None else options.chat
@@ -297,10 +306,24 @@ class Codec:
         [tokens] = self.tokens_of_each([text], is_whole=is_whole)
         return tokens
 
+    def check_known(self, tokens: Iterable[int]) -> None:
+        """Raise PromptError for a token that the model does not know; on a GPU it would end the process."""
+        last = max(tokens, default=0)
+        if last >= self._n_known:
+            raise PromptError(
+                f"the tokenizer has {self._tokenizer.convert_ids_to_tokens(last)!r} as token {last}, and the model has "
+                f"only {self._n_known} tokens: it was saved without embeddings for what was added to the tokenizer"
+            )
+
+    def _tokenize(self, text: str, **options: Any) -> list[int]:
+        found: list[int] = self._tokenizer(text, **options)["input_ids"]
+        self.check_known(found)
+        return found
+
     @cached_property
     def own_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens that the tokenizer puts before and after a text."""
-        bare, whole = self._tokenizer("a", add_special_tokens=False)["input_ids"], self._tokenizer("a")["input_ids"]
+        bare, whole = self._tokenize("a", add_special_tokens=False), self._tokenize("a")
         for start in range(len(whole) - len(bare) + 1):
             if bare and whole[start : start + len(bare)] == bare:
                 return tuple(whole[:start]), tuple(whole[start + len(bare) :])
@@ -318,6 +341,7 @@ class Codec:
             tokens = (*(tokens[:n_kept] if tuple(tokens[n_kept:]) == end else tokens), *self.pieces(rest))
             if not tokens:
                 raise PromptError("the prompt is empty; expected at least one token")
+            self.check_known(tokens)
             found.append(tokens)
         return found
 
@@ -333,7 +357,7 @@ class Codec:
         either.
         """
         first, *rest = self.parts(self.cut(text))
-        own, whole = tuple(self.pieces([first])), tuple(self._tokenizer(first)["input_ids"])
+        own, whole = tuple(self.pieces([first])), tuple(self._tokenize(first))
         places = range(len(whole) - len(own) + 1)
         at = next((place for place in places if whole[place : place + len(own)] == own), None)
         if at is None:
@@ -347,7 +371,7 @@ class Codec:
     def pieces(self, texts: Sequence[str]) -> Iterator[int]:
         """The tokens of texts that are parts of one."""
         for text in texts:
-            yield from self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            yield from self._tokenize(text, add_special_tokens=False)
 
     def has_stopped(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
         """Whether a stop text ended with the last token."""

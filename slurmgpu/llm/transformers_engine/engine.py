@@ -35,7 +35,7 @@ class TransformersEngine:
 
     def __init__(self, options: EngineOptions, place: Place) -> None:
         loaded = load_model(options, place)
-        self._codec = Codec(loaded.tokenizer, options, loaded.context)
+        self._codec = Codec(loaded.tokenizer, options, loaded.context, n_known=loaded.n_known)
         budget = budget_of(options, loaded, place)
         self._prefill = Prefill(loaded, place)
         if place.world_size > 1:  # a single process prepares them at its first draw

@@ -16,6 +16,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
+from slurmgpu.llm.models.decoders import check_not_encoder_decoder
 from slurmgpu.llm.models.lora import Switch, hold_adapters, merge_adapter
 from slurmgpu.llm.models.sizes import experts_of
 from slurmgpu.llm.transformers_engine.caches import ARGUMENTS, argument_of, keyword_of, new_cache, takes_keywords
@@ -61,9 +62,14 @@ class Loaded:
 
     @property
     def pad_id(self) -> int:
-        """The token for padding."""
+        """The token for padding; 0 if the tokenizer's was added without making the model larger."""
         found = self.tokenizer.pad_token_id
-        return int(found) if found is not None else 0
+        return int(found) if found is not None and found < self.n_known else 0
+
+    @property
+    def n_known(self) -> int:
+        """The number of tokens that the model has embeddings for."""
+        return getattr(self.model.config.get_text_config(), "vocab_size", None) or sys.maxsize
 
 
 def load_model(options: EngineOptions, place: Place) -> Loaded:
@@ -75,11 +81,8 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(options.model.folder)}
     source |= {"revision": options.model.revision, "trust_remote_code": options.trust_remote_code}
     config = AutoConfig.from_pretrained(**source)
-    if getattr(config, "is_encoder_decoder", False):
-        raise SlurmGPUError(
-            f"{options.model.name} is an encoder-decoder model ({config.model_type}), which the engine transformers "
-            "does not support; expected a decoder such as Llama, Qwen or gpt-oss."
-        )
+    kind = {"is_encoder_decoder": getattr(config, "is_encoder_decoder", False), "model_type": config.model_type}
+    check_not_encoder_decoder(options.model.name, kind)
     if config.model_type in OWN_CACHES:
         raise SlurmGPUError(
             f"{options.model.name} has the type {config.model_type}, and the engine transformers does not support its "

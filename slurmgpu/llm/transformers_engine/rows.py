@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -74,16 +75,19 @@ class Waiting:
 
 
 class Chosen:
-    """The next token of each row, and its log-probability if some row wants it, on their way from the device."""
+    """The next token of each row with its logit, and its log-probability if some row wants it.
 
-    def __init__(self, tokens: Tensor, logprobs: Tensor | None) -> None:
+    They are on their way from the device.
+    """
+
+    def __init__(self, tokens: Tensor, logits: Tensor, logprobs: Tensor | None) -> None:
         self.tokens = tokens
-        self._copies = HostCopies(*(each for each in (tokens, logprobs) if each is not None))
+        self._copies = HostCopies(*(each for each in (tokens, logits, logprobs) if each is not None))
 
-    def read(self) -> tuple[Sequence[int], Sequence[float | None]]:
-        """The tokens and the log-probabilities, once they are computed; does not wait for later work."""
-        tokens, *logprobs = (each.tolist() for each in self._copies.wait())
-        return tokens, logprobs[0] if logprobs else [None] * len(tokens)
+    def read(self) -> tuple[Sequence[int], Sequence[float], Sequence[float | None]]:
+        """The tokens, logits and log-probabilities, once they are computed; does not wait for later work."""
+        tokens, logits, *logprobs = (each.tolist() for each in self._copies.wait())
+        return tokens, logits, logprobs[0] if logprobs else [None] * len(tokens)
 
 
 class Chooser:
@@ -115,12 +119,18 @@ class Chooser:
         matchers = [row.matcher if row.ended is None else None for row in rows]
         tokens = choose(logits, rules, counts, self._grammars.allowed(matchers, logits.device))
         wants_them = any(row.encoded.request.sampling.logprobs for row in rows)
-        return Chosen(tokens, log_probabilities(logits, tokens) if wants_them else None)
+        own = logits.gather(-1, tokens[:, None])[:, 0]
+        return Chosen(tokens, own, log_probabilities(logits, tokens) if wants_them else None)
 
     def take(self, rows: Sequence[Row], chosen: Chosen) -> None:
-        """Append the chosen tokens to the rows that have not ended, and mark rows that end with them."""
-        for row, token, logprob in zip(rows, *chosen.read(), strict=True):
-            if row.ended is None:
+        """Append the chosen tokens to the rows that have not ended, and mark rows that end with them.
+
+        Of logits with NaN, the NaN counts as the greatest.
+        """
+        for row, token, logit, logprob in zip(rows, *chosen.read(), strict=True):
+            if row.ended is None and not math.isfinite(logit):
+                row.ended, row.error = "error", 'the logits are not finite; precision = "fp32" has a larger range'
+            elif row.ended is None:
                 row.tokens.append(token)
                 if logprob is not None:
                     row.logprobs.append(logprob)
