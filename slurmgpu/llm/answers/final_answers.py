@@ -25,11 +25,14 @@ _SCALE = "|".join(_SCALES)
 
 ONE, PERCENT = Fraction(1), Fraction(1, 100)
 
+# Chinese, Japanese and Korean put no blank between a word and a number.
+_LETTER = r"[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]"
 # 1,234.5   -3/4   2 1/2   .5   6e23   50%   minus 3   2 million; and 10 minus 5 is no -5
 _NUMBER = re.compile(
-    r"(?<![\w.)])(?:(?P<sign>[-+]|(?<![\d%)]\s)(?i:minus\s)|(?i:negative\s))\s{0,8})?(?:\$\s{0,8})?"
+    rf"(?<![.)])(?<!{_LETTER})(?:(?P<sign>[-+]|(?<![\d%)]\s)(?i:minus\s)|(?i:negative\s))\s{{0,8}})?(?:\$\s{{0,8}})?"
     r"(?:(?P<whole>\d+)\s{1,8}(?=\d+/\d))?"
-    r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?P<exponent>[eE][-+]?\d{1,3}(?!\w))?"
+    r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+    rf"(?P<exponent>[eE][-+]?\d{{1,3}}(?!{_LETTER}))?"
     r"(?:/(?P<below>\d+(?:\.\d+)?))?"
     rf"(?:\s{{0,8}}(?P<percent>%)|(?P<scales>(?:\s{{1,8}}(?i:{_SCALE})){{1,3}})(?![\w-]))?"
 )
