@@ -334,6 +334,20 @@ def test_an_item_without_a_text_gets_an_error_in_its_place(tiny):
     assert all(isinstance(row, ItemError) for row in workload([Item(0, {}), Item(1, {})]))
 
 
+def test_a_checkpoint_that_lacks_weights_other_than_a_pooler_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(save_encoder(tmp_path, "bert"))
+    weights = load_file(file := folder / "model.safetensors")
+    assert any(name.startswith("pooler.") for name in weights)
+    rest = {name: weight for name, weight in weights.items() if not name.startswith("pooler.")}
+    save_file(rest, file, {"format": "pt"})
+    assert vectors(loaded(model=str(folder)), "the cat").any()
+    save_file({f"encoder_q.{name}": weight for name, weight in rest.items()}, file, {"format": "pt"})
+    with pytest.raises(SlurmGPUError, match=r"The checkpoint of .* does not fit a BertModel: it lacks embeddings\."):
+        loaded(model=str(folder))
+
+
 def test_an_embedding_that_the_column_cannot_hold_is_an_error_of_its_item(tmp_path):
     from torch.nn.init import constant_
     from transformers import AutoModel

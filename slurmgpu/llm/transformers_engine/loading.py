@@ -132,7 +132,7 @@ def load_whole(options: EngineOptions, place: Place, source: Mapping[str, Any], 
     if (quantization := quantization_config(options, place)) is not None:
         arguments["quantization_config"] = quantization
     model, report = from_pretrained(arguments, auto)
-    check_whole(model, report, options, advice)
+    check_whole(model, report, f"{options.model.name}, in {options.model.folder},", advice)
     return model
 
 
@@ -272,12 +272,12 @@ def from_pretrained(arguments: dict[str, Any], auto: Any) -> tuple[Any, Mapping[
     return found
 
 
-def check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions, advice: str) -> None:
+def check_whole(model: Any, report: Mapping[str, Any], name: str, advice: str, unused: str = "") -> None:
     """Refuse a model with missing weights in its checkpoint: transformers replaces them by random numbers.
 
-    Tied weights are not missing.
+    Tied weights are not missing, nor are those of the module `unused`.
     """
-    missing = sorted(report["missing_keys"])
+    missing = sorted(each for each in report["missing_keys"] if unused not in each.split(".")[:-1])
     mismatched = [
         f"{name} (stored as {list(stored)}, expected {list(expected)})"
         for name, stored, expected in sorted(report["mismatched_keys"], key=lambda each: str(each[0]))
@@ -286,8 +286,8 @@ def check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions, a
     said = [f"{verb} {some_of(names, FEW)}" for verb, names in wrongs if names]
     if said:
         raise SlurmGPUError(
-            f"The checkpoint of {options.model.name}, in {options.model.folder}, does not fit a "
-            f"{type(model).__name__}: it {'; it '.join(said)}. Copy or convert the checkpoint again; {advice}."
+            f"The checkpoint of {name} does not fit a {type(model).__name__}: it {'; it '.join(said)}. Copy or convert "
+            f"the checkpoint again; {advice}."
         )
 
 

@@ -137,7 +137,9 @@ class Embed:
     def load(self, task: TaskContext) -> None:
         """Load tokenizer and model on the task's device."""
         import torch
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+        from slurmgpu.llm.transformers_engine.loading import check_whole, from_pretrained
 
         if task.gpus > 1:
             log.warning("embed computes on one GPU, and this task has %d: submit with --array.", task.gpus)
@@ -145,7 +147,11 @@ class Embed:
         tokenizer = AutoTokenizer.from_pretrained(self._source, padding_side="right", **self._options)
         choose_kernels(self.precision)
         precision = getattr(torch, TORCH_NAMES[self.precision])
-        model = AutoModel.from_pretrained(self._source, dtype=precision, **self._options)
+        arguments = {"pretrained_model_name_or_path": self._source, **self._options}
+        arguments |= {"config": AutoConfig.from_pretrained(**arguments), "dtype": precision}
+        model, report = from_pretrained(arguments, AutoModel)
+        # A pooler makes no difference to the hidden states, and many encoders are saved without one.
+        check_whole(model, report, self._source, "vectors of random weights would mean nothing", unused="pooler")
         self._model = model.to(task.device)
         limit = min(self.max_tokens or tokenizer.model_max_length, n_positions(model))
         self._tokens = Tokens(tokenizer, limit)
