@@ -95,6 +95,12 @@ def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> t
                 f"{type(user).__name__}.optimizer(model) gave a {type(made).__name__}; expected a "
                 "torch.optim.Optimizer."
             )
+        own = {id(each) for each in model.parameters() if each.requires_grad}
+        if own.isdisjoint(id(each) for group in made.param_groups for each in group["params"]):
+            raise SlurmGPUError(
+                f"{type(user).__name__}.optimizer(model) gave an optimizer without a trainable parameter of the model, "
+                "so nothing would be learned. Give it those of its argument model."
+            )
         return made
     parameters = [each for each in model.parameters() if each.requires_grad]
     fused = parameters[0].is_cuda and can_be_fused(model) if settings.fused is None else settings.fused

@@ -678,6 +678,7 @@ def wrong(**methods):
         (wrong(loss=lambda self, model, batch: model(batch[0])), {}, r"a tensor of shape \(\d, 3\)"),
         (wrong(loss=lambda self, model, batch: torch.tensor(1.0)), {}, "a tensor that depends on no parameter"),
         (wrong(optimizer=lambda self, model: "sgd"), {}, "expected a torch.optim.Optimizer"),
+        (wrong(optimizer=lambda self, _: torch.optim.SGD(self.model().parameters())), {}, "nothing would be learned"),
         (wrong(metrics=lambda self, model, batch: {"words": "many"}), {}, "gave 'words' as a str"),
         (wrong(), {"metric": "val_acuracy"}, "no metric 'val_acuracy'. Did you mean 'val_accuracy'"),
         (wrong(), {"drop_last": True, "global_batch_size": 30}, "29 training samples do not fill a step of 30"),
