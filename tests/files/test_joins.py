@@ -27,6 +27,7 @@ from tests.support.shard_files import (
     FINGERPRINT,
     assert_same_datasets,
     changed,
+    craft,
     datasets,
     flips,
     join_parts,
@@ -316,6 +317,59 @@ def test_offsets_that_would_give_rows_the_values_of_others_are_damage(chunks):
         writer.write(np.array(chunk, OFFSET_DTYPE).tobytes())
     with pytest.raises(shards.DamagedShardError, match="its offsets are not those of 5 values"):
         writer.check()
+
+
+@pytest.mark.parametrize("small_bytes", [4 << 10, 64 << 10], ids=["streamed", "in memory"])
+@pytest.mark.parametrize("name", ["shout", "lengths", "error"])
+def test_a_shard_whose_offsets_mix_up_its_rows_is_left_out(tmp_path, monkeypatch, small_bytes, name):
+    """The checksums are right: whoever wrote the file was wrong."""
+    monkeypatch.setattr(join, "_SMALL_BYTES", small_bytes)
+    parts = write_parts(tmp_path, [0, 10, 20, 30], {2, 12, 13, 22})
+
+    def fall(directory, content):
+        path = f"{name}/offsets"
+        [offset] = [offset for each, _, _, offset, *_ in directory["datasets"] if each == path]
+        last = OFFSET_DTYPE.itemsize * 9
+        content[offset + last : offset + last + 8] = content[offset + 8 : offset + 16]
+
+    craft(parts[1][1], fall)
+    joined = join_parts(parts, tmp_path / "merged.h5")
+    assert [(shard, "its offsets are not those of" in why) for shard, why in joined.damaged] == [(1, True)]
+    assert datasets(tmp_path / "merged.h5")["index"].tolist() == [*range(10), *range(20, 30)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"x": Array("float32", (3, 2))}, {"x": Array("int32", (2, 3))}, {"y": Array("float32", (2, 3))}],
+    ids=["shape", "dtype", "name"],
+)
+def test_a_shard_with_other_columns_of_the_same_size_is_left_out(tmp_path, other):
+    columns = {"x": Array("float32", (2, 3))}
+    parts = []
+    for number, written in enumerate((columns, other)):
+        [(name, column)] = written.items()
+        rows = [{name: np.full(column.shape, index, column.dtype)} for index in range(5)]
+        path = write(tmp_path / shard_name(number), 5 * number, columns=written, rows=rows)
+        parts.append((number, path, 5 * number, 5 * number + 5))
+    joined = join_parts(parts, tmp_path / "merged.h5", columns=columns)
+    assert joined.damaged == ((1, "its datasets are not those of the plan's columns"),)
+
+
+@pytest.mark.parametrize("is_in_shape", [False, True])
+@pytest.mark.parametrize("name", ["score", "shout/offsets"])
+def test_a_dataset_with_too_few_bytes_or_entries_moves_no_row_of_others(tmp_path, name, is_in_shape):
+    parts = write_parts(tmp_path, [0, 10, 20, 30])
+
+    def shorten(directory, content):
+        [region] = [region for region in directory["datasets"] if region[0] == name]
+        region[2][0] -= is_in_shape
+        region[4] -= np.dtype(region[1]).itemsize
+
+    craft(parts[1][1], shorten)
+    joined = join_parts(parts, tmp_path / "merged.h5")
+    assert [(shard, f"its dataset {name} has" in why) for shard, why in joined.damaged] == [(1, True)]
+    join_parts([parts[0], parts[2]], tmp_path / "others.h5")
+    assert_same_datasets(datasets(tmp_path / "merged.h5"), datasets(tmp_path / "others.h5"))
 
 
 def test_a_merged_file_is_no_shard(tmp_path):

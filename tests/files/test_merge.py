@@ -37,6 +37,7 @@ from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import Computed
 from slurmgpu.worker.publisher import ComputedShard, Publisher
 from tests.support.failing import put
+from tests.support.shard_files import craft
 
 COLUMNS = {"twice": Array("int64"), "word": Text()}
 N_ITEMS, SHARD_ITEMS = 23, 5
@@ -194,16 +195,10 @@ def test_a_shard_with_other_rows_than_planned_moves_no_other_row(run):
     """Row counts and offsets are the plan's, whatever a file's checksums say."""
     publish_all(run)
     start, stop = run.plan.bounds(1)
-    path, made_by = run.shard_path(1), {"attempt": "x", "started": 0.0, "seconds": 0.0}
+    made_by = {"attempt": "x", "started": 0.0, "seconds": 0.0}
     identity = {"start": start, "fingerprint": run.plan.fingerprint, "notes": {}, "made_by": made_by}
-    write_shard(path, COLUMNS, rows=[row(i) for i in range(start, stop + 2)], **identity)
-    crafted = path.read_bytes()
-    from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
-
-    with Reader(path) as reader:
-        directory, _, size = read_userblock(reader)
-    directory["attributes"]["stop"] = stop
-    path.write_bytes(pack_userblock(directory, size) + crafted[size:])
+    write_shard(run.shard_path(1), COLUMNS, rows=[row(i) for i in range(start, stop + 2)], **identity)
+    craft(run.shard_path(1), lambda directory, content: directory["attributes"].update(stop=stop))
     report = merge(run)
     assert [(hole["shard"], "rows" in hole["damaged"]) for hole in report["missing"]] == [(1, True)]
     assert merged_rows(run) == {i: v for i, v in ALL_GOOD.items() if not start <= i < stop}
@@ -703,6 +698,22 @@ def test_rows_of_other_code_that_rot_after_they_were_merged_are_not_those_of_bef
         assert merged_rows(run) == newer
         assert path.with_suffix(".damaged").exists() is is_there
     assert "5 rows of merged.h5 are kept, because its newest file is damaged" in caplog.text
+
+
+def test_texts_that_are_cut_elsewhere_are_other_rows_whatever_their_bytes(run):
+    """The values of both files are the same; merged.h5 goes back to no text of the earlier file."""
+    publish_all(run)
+    start, stop = run.plan.bounds(1)
+    words = [b"w", b"www", b"ww", b"", b"w"]
+    rows = [{**row(index), "word": word} for index, word in zip(range(start, stop), words, strict=True)]
+    assert b"".join(words) == b"".join(row(index)["word"] for index in range(start, stop))
+    path = publish_rows(run, 1, 1, COLUMNS, rows, {}, {"revisions": []})
+    merge(run)
+    path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):
+        merge(run)
+        with results.open(run.merged) as merged:
+            assert merged["word"][start:stop] == [word.decode() for word in words]
 
 
 def test_rows_of_other_code_that_rot_after_they_were_merged_are_of_that_code_still(run):

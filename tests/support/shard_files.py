@@ -1,6 +1,7 @@
 """Real shards and merged files for the tests of the HDF5 rooms, and the damage that is done to them."""
 
 import subprocess
+import zlib
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.shard_file import write_shard
-from slurmgpu.shards.userblock import Reader, read_userblock
+from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
 
 FINGERPRINT = "5f" * 32
 MADE_BY = {"host": "node17", "task": "1234_5"}
@@ -112,6 +113,22 @@ def changed(path, offset, content):
         yield
         file.seek(offset)
         file.write(before)
+
+
+def craft(path, change):
+    """Change a shard's directory or bytes, which `change` gets, and give it checksums that are right for them."""
+    with Reader(path) as reader:
+        directory, _, size = read_userblock(reader)
+    content = bytearray(path.read_bytes())
+    change(directory, content)
+    rest, position = 0, size
+    for region in sorted((each for each in directory["datasets"] if each[4]), key=lambda each: each[3]):
+        _, _, _, offset, n_bytes, _ = region
+        rest = zlib.crc32(content[position:offset], rest)
+        position = offset + n_bytes
+        region[5] = zlib.crc32(content[offset:position])
+    directory["rest_crc32"] = zlib.crc32(content[position:], rest)
+    path.write_bytes(pack_userblock(directory, size) + content[size:])
 
 
 def flips(path, offsets):
