@@ -16,7 +16,7 @@ import numpy.typing as npt
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.shards.numbers import as_array, as_lists, cast, checked_shape, scalar_bounds, stored_dtype
 from slurmgpu.util.exceptions import message_of
-from slurmgpu.util.json_values import MOST_LEVELS, check_keys, is_too_deep
+from slurmgpu.util.json_values import MOST_LEVELS, check_keys, is_too_deep, is_utf8
 from slurmgpu.util.plugins import Plugins
 
 RESERVED_NAMES = ("index", "error")
@@ -294,9 +294,10 @@ def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column
             ' such as {"score": Array("float32")}, with at least one.'
         )
     for name, column in columns.items():
-        if not isinstance(name, str) or not name or any(character in name for character in "/.\0"):
+        is_text = isinstance(name, str) and name and is_utf8(name)
+        if not is_text or any(character in name for character in "/.\0"):
             raise SlurmGPUError(
-                f"{owner}: {name!r} is not a valid column name; expected a string without '/' and '.'. Rename it."
+                f"{owner}: {name!r} is not a valid column name; expected text in UTF-8 without '/' and '.'. Rename it."
             )
         if name in RESERVED_NAMES:
             raise SlurmGPUError(f"{owner}: the column {name!r} is written by slurmgpu itself; choose another name.")

@@ -78,6 +78,7 @@ def test_a_shape_may_be_a_single_size_or_a_list():
         ({"error": Text()}, "written by slurmgpu itself"),
         ({"a/b": Text()}, "without '/'"),
         ({"a.b": Text()}, "without '/'"),
+        ({"a\udcff": Text()}, r"'a\\udcff' is not a valid column name; expected text in UTF-8"),
         ({"": Text()}, "not a valid column name"),
         ({"a\0b": Text()}, "not a valid column name"),
         ({3: Text()}, "not a valid column name"),
