@@ -183,7 +183,7 @@ _lock = threading.Lock()
 
 
 def _varies(region: Region) -> bool:
-    """Whether the length of a dataset depends on the rows (error does not count: most shards have none)."""
+    """Whether each shard has its own length of a dataset; an empty one, as errors mostly are, is in the template."""
     return region.path.endswith("/values") and region.n_bytes > 0
 
 
