@@ -69,14 +69,13 @@ class Block(NamedTuple):
         return self.file[name].python_values(self.start, self.stop)
 
     def rows(self, names: Sequence[str] | None = None) -> list[Row]:
-        """The rows, with the values of all columns or of `names` as Python numbers, strings and arrays."""
+        """The rows, with the values of all columns or of `names` among them as Python numbers, strings and arrays."""
         columns = {name: self.values_of(name) for name in (self.file.columns if names is None else names)}
         indices, errors = self.values_of("index"), self.values_of("error")
         failed = self.failed
         for name, values in columns.items():
-            if name not in ("index", "error"):
-                for place in np.flatnonzero(without_value(self.file[name], failed, self.start, self.stop)):
-                    values[place] = None
+            for place in np.flatnonzero(without_value(self.file[name], failed, self.start, self.stop)):
+                values[place] = None
         return [
             Row(index, error or None, {name: values[place] for name, values in columns.items()})
             for place, (index, error) in enumerate(zip(indices, errors, strict=True))
@@ -281,8 +280,6 @@ def _open_merged(run: Run, verify: bool) -> Merged | None:
 
 def _items_in(indices: npt.NDArray[np.int64], plan: Plan) -> npt.NDArray[np.int64]:
     """Convert indices in the input to numbers of the run's items, from 0."""
-    if not plan.look:
-        return indices
     starts, stops = np.array(plan.ranges).T
     number = np.searchsorted(starts, indices, side="right") - 1
     items: npt.NDArray[np.int64] = indices - starts[number] + (np.cumsum(stops - starts) - (stops - starts))[number]

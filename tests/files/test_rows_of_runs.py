@@ -56,9 +56,12 @@ def test_a_later_revision_counts_and_a_damaged_one_gives_way_to_the_rows_before_
         assert (indices, values) == (list(range(N_ITEMS)), ROWS)
         assert len(problems) == 1
         assert "00000.r1.h5 is damaged" in problems[0]
+        assert problems[0].endswith(", and the rows in merged.h5 are used instead.")
         assert told(run, 2, 4)[0] == [2, 3]
         run.merged.unlink()
-        assert told(run)[1] == ROWS
+        _, values, problems = told(run)
+        assert values == ROWS
+        assert problems[0].endswith(", and the rows from before its items were recomputed are used instead.")
 
 
 def test_a_damaged_shard_is_named_and_costs_its_own_rows_alone(tmp_path):
