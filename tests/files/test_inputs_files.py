@@ -81,6 +81,22 @@ def test_a_file_that_changed_went_or_cannot_be_read_is_its_items_error_alone(tmp
     assert "6.wav is not a regular file" in errors[6]
     assert "dangling.wav cannot be read: No such file" in errors[8]
     assert "fifo.wav is not a regular file" in errors[9]
+    (tmp_path / "in/nowhere").write_text("there again")
+    with Reader(spec, tmp_path / "index") as reader:
+        [error] = reader.read(8, 9)
+    assert "dangling.wav could not be read when the run was planned. Plan a new run with it" in str(error)
+
+
+def test_a_listing_has_a_time_that_every_copy_of_the_run_keeps(tmp_path: Path) -> None:
+    make(tmp_path / "in", "a.wav")
+    spec, *_ = planned("in", tmp_path)
+    assert spec.files[0].mtime_ns % 1_000_000_000 == 0
+
+
+def test_a_folder_whose_name_looks_like_a_pattern_is_that_folder(tmp_path: Path) -> None:
+    make(tmp_path, "in [1]/a.jpg", "in 1/b.jpg", "c[d].jpg", "cd.jpg")
+    assert keys("in [1]", tmp_path) == ["a"]
+    assert keys("c[d].jpg", tmp_path) == ["c[d]"]
 
 
 def test_a_file_that_fails_for_ever_is_its_items_error_but_not_where_its_folder_fails(
