@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.results import stored
+from slurmgpu.results.published import FileRows
+from slurmgpu.results.verifier import Verifier
 from slurmgpu.shards.columns import Array, Ragged, Text, convert_row
 from slurmgpu.shards.userblock import Reader, read_userblock
 from slurmgpu.util.shared_files import is_transient
@@ -630,3 +632,25 @@ def test_rows_are_compared_with_their_checksums_as_they_are_read(tmp_path):
                     pytest.raises(SlurmGPUError, match=f"the first entry of {name} differs"),
                 ):
                     file.check_rows(4, 5)
+
+
+def test_rows_that_were_compared_are_not_read_again(tmp_path, monkeypatch):
+    join_parts(write_parts(tmp_path, [0, 2, 3, 6]), tmp_path / "merged.h5")
+    with results.open(tmp_path / "merged.h5") as file:
+        file.check_rows(1, 3)
+        monkeypatch.setattr(Verifier, "_crc32", None)
+        file.check_rows(0, 2)
+        with pytest.raises(TypeError):
+            file.check_rows(2, 4)
+
+
+def test_a_file_has_the_items_of_its_rows(tmp_path):
+    parts = write_parts(tmp_path, [0, 5, 10, 15])
+    join_parts([parts[0], parts[2]], tmp_path / "merged.h5")
+    join_parts([], tmp_path / "empty.h5", n_items=15)
+    with results.open(tmp_path / "merged.h5") as opened:
+        assert FileRows(opened).present() == [(0, 5), (10, 15)]
+        assert FileRows(opened).present(3, 12) == [(3, 5), (10, 12)]
+        assert [row.index for block in FileRows(opened).blocks(3, 12) for row in block.rows([])] == [3, 4, 10, 11]
+    with results.open(tmp_path / "empty.h5") as opened:
+        assert (FileRows(opened).present(), [*FileRows(opened).blocks()]) == ([], [])

@@ -1,5 +1,6 @@
 """The rows of a run at work: those of merged.h5, and of shards that it lacks."""
 
+import os
 import tracemalloc
 
 import pytest
@@ -8,7 +9,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.merge import merge
 from slurmgpu.results.published import RunRows
 from slurmgpu.shards.columns import Array, Text, convert_row
-from slurmgpu.shards.shard_file import DamagedShardError, Directory, write_shard
+from slurmgpu.shards.shard_file import write_shard
 from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
 from tests.support.published_runs import publish, published_run
 from tests.support.shard_files import changed
@@ -64,6 +65,21 @@ def test_a_later_revision_counts_and_a_damaged_one_gives_way_to_the_rows_before_
         assert problems[0].endswith(", and the rows from before its items were recomputed are used instead.")
 
 
+@pytest.mark.parametrize("revision", [0, 1])
+def test_a_merged_file_that_lacks_a_shard_takes_the_place_of_no_damaged_one(tmp_path, revision):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0, 2, 3, 4])
+    merge(run)
+    for each in range(revision + 1):
+        path = publish(run, 1, ROWS[5:10], revision=each)
+    path.write_bytes(path.read_bytes()[:-1])
+    indices, _, problems = told(run)
+    assert (5 in indices) is bool(revision)
+    end = (
+        "the rows from before its items were recomputed are used instead." if revision else "its rows count as missing."
+    )
+    assert [problem.endswith(end) for problem in problems] == [True]
+
+
 def test_a_damaged_shard_is_named_and_costs_its_own_rows_alone(tmp_path):
     run = published_run(tmp_path / "run", COLUMNS, ROWS)
     path = run.shards / "00002.h5"
@@ -82,17 +98,18 @@ def test_a_damaged_shard_is_named_and_costs_its_own_rows_alone(tmp_path):
 
 def test_bytes_of_a_shard_that_were_wrong_once_are_read_again(tmp_path, monkeypatch):
     run = published_run(tmp_path / "run", COLUMNS, ROWS)
-    reads, real = [], Directory.verify
+    real, wrong = os.preadv, ["00001.h5"]
 
-    def verify(self, *given):
-        reads.append(self.start)
-        if reads == [0, 5]:
-            raise DamagedShardError("the checksum of twice differs")
-        real(self, *given)
+    def preadv(fd, buffers, offset):
+        n_read = real(fd, buffers, offset)
+        if wrong and os.readlink(f"/proc/self/fd/{fd}").endswith(wrong[0]):  # noqa: PTH115
+            wrong.pop()
+            buffers[0][n_read // 2] ^= 1
+        return n_read
 
-    monkeypatch.setattr(Directory, "verify", verify)
+    monkeypatch.setattr(os, "preadv", preadv)
     assert told(run) == (list(range(N_ITEMS)), ROWS, [])
-    assert reads == [0, 5, 5, 10, 15, 20]
+    assert not wrong
 
 
 def test_shards_of_the_run_that_another_extends_are_read(tmp_path):
