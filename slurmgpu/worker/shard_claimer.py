@@ -1,6 +1,7 @@
 """Find the next shard: a free one, or one whose owner died; or find that nothing is left to do.
 
-Listings may be outdated: before a task ends because of one, shards are looked up by name or listed again.
+Listings may be outdated: before a task ends because of one, shards are listed again, and those that it found by name
+are looked up again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ GOLDEN = 0.6180339887498949
 """Golden ratio: its multiples modulo 1 are spread evenly, however many there are."""
 OBSERVED = 32
 """How many claims of others to watch while there is free work."""
-LOOKED_UP = 1000
-"""How many shards missing from a listing to look up by name before the run counts as complete."""
 FIRST_PAUSE_S = 0.05
 """An idle task's first pause; each is twice the one before, up to what the lease allows."""
 CLAIMS_A_SECOND, NAMES_A_SECOND = 100, 20_000
@@ -255,13 +254,8 @@ class Claimer:
         if any(state not in ("alive", "parked", "own") for _, _, state in states):
             return None
         retried(lambda: list_fresh(self.run.shards), self.run.plan.lease_s)
-        asked = {*self._published}
-        lacking = open_shards(self.run) - asked
-        if not states and len(lacking) <= LOOKED_UP:
-            asked |= lacking
-        self._published = {shard for shard in asked if not is_open(self.run, shard)}
-        lacking |= asked - self._published
-        lacking -= self._published
+        known, self._published = self._published, {shard for shard in self._published if not is_open(self.run, shard)}
+        lacking = (known | open_shards(self.run)) - self._published
         # Its own are computed: they are published next, once they show whether the workload is at fault.
         if lacking <= {shard for shard, _, state in states if state == "own"}:
             return "complete"
