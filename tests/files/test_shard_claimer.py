@@ -312,6 +312,31 @@ def test_a_stale_claim_of_a_shard_that_is_published_meanwhile_is_given_back(run,
     assert run.claims.read(4) is None
 
 
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_shard_that_was_left_or_is_free_in_an_old_listing_is_not_computed_if_it_is_published(
+    run, monkeypatch, is_left
+):
+    publish(run, *range(4))
+    before = os.listdir(run.shards)
+    publish(run, 4)
+    stale(monkeypatch, run, run.shards, before)
+    if is_left:
+        run.claims.take(4, ME)
+    else:
+        stale(monkeypatch, run, run.claims.folder, ["00004"])
+    assert Claimer(run, ME, pause=lambda seconds: None).next() == "complete"
+    assert run.claims.read(4) is None
+
+
+def test_a_shard_whose_claim_is_gone_is_not_computed_if_another_task_is_faster(run, monkeypatch):
+    publish(run, *range(4))
+    stale(monkeypatch, run, run.claims.folder, ["00004"])
+    real = Claims.take
+    monkeypatch.setattr(Claims, "take", lambda self, shard, claim: not real(self, shard, OTHER))
+    assert Claimer(run, ME, pause=lambda seconds: publish(run, 4)).next() == "complete"
+    assert run.claims.read(4) == OTHER
+
+
 def test_a_claim_that_a_dead_worker_of_this_attempt_left_is_taken_up(run):
     publish(run, *range(4))
     run.claims.take(4, ME)

@@ -10,10 +10,11 @@ import pytest
 from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.metric_log import MetricReader
 from slurmgpu.run.records import Attempt
-from slurmgpu.task import supervisor
+from slurmgpu.task import supervisor, worker_process
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import StopSignals
+from slurmgpu.util import cgroups
 from tests.support.runs import planned_run
 
 SAYS = """
@@ -94,6 +95,34 @@ def test_a_worker_that_says_why_it_fails_is_the_last_one(work):
         code, record = work(f"begin(); {failed}; {failed.replace('broken', 'late')}; {end}")
         assert (code, record["failure"], record["message"]) == (1, "workload_error", "it is broken")
         assert (record["traceback"], record["deaths"], record["claims"]) == ("line 1", [], set())
+    code, record = work(f"{ENDS}; {failed}; sys.exit(1)")
+    assert (code, record["failure"]) == (1, "workload_error")
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(4.0, "host_oom"), (60.0, "crash")])
+def test_a_death_is_for_lack_of_memory_if_the_kernel_has_killed_since_the_items_were_begun(
+    work, monkeypatch, seconds, expected
+):
+    monkeypatch.setattr(cgroups.KillWatch, "age_s", seconds)  # a kill and a worker's word may be read 5 s late
+    code, record = work(f"begin(); {DIES}", ENDS)
+    assert (code, [death["class"] for death in record["deaths"]]) == (0, [expected])
+
+
+def test_a_pipe_that_a_daemon_of_the_last_worker_closes_is_not_the_next_ones(work, monkeypatch, tmp_path):
+    monkeypatch.setattr(worker_process, "GRACE_S", 0.2)
+    there = f"while not os.path.exists({str(tmp_path / 'begun')!r}): time.sleep(0.01)"
+    daemon = f"""
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        {there}
+    os._exit(0)
+os.wait()
+"""
+    code, record = work(
+        f"{daemon}begin(); {DIES}", f"begin(); open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(0.5); {ENDS}"
+    )
+    assert (code, len(record["deaths"])) == (0, 1)
 
 
 def test_a_signal_ends_a_worker_that_keeps_no_progress_at_once_and_its_shard_is_given_back(work):
