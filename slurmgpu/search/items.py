@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,11 +14,12 @@ from slurmgpu.logs.files import UNKNOWN, LogFile, files_of
 from slurmgpu.logs.lines import Line, read_lines, text_of
 from slurmgpu.logs.places import line_around, matches_of, places_of
 from slurmgpu.report.attempts import makings_of
-from slurmgpu.report.build import class_and_message
+from slurmgpu.report.build import class_and_message, is_complete
 from slurmgpu.report.ledger import counting
-from slurmgpu.report.states import is_told
+from slurmgpu.report.states import is_at_work, is_told
 from slurmgpu.run.crash_history import read_history
 from slurmgpu.run.directory import Run
+from slurmgpu.run.liveness import is_alive, last_heard, patience
 from slurmgpu.run.records import Death, Record
 from slurmgpu.run.submissions import is_over
 from slurmgpu.search.cached_run import cached
@@ -34,7 +36,7 @@ from slurmgpu.search.excerpts import (
     pick,
     workers_of,
 )
-from slurmgpu.util.amounts import stretch_of
+from slurmgpu.util.amounts import span_of, stretch_of
 from slurmgpu.util.item_ranges import ranges_said
 from slurmgpu.util.shared_files import exists
 
@@ -103,7 +105,8 @@ class _Search:
         )
 
     def story(self) -> Story:
-        if not exists(self.run.shard_path(self.shard)):
+        # Shards of a complete run may have been removed: merged.h5 has their rows.
+        if not exists(self.run.shard_path(self.shard)) and not is_complete(self.run):
             return self._missing()
         record, entry = self._winner()
         told, marks = (None, []) if record is None else self._lines_of(record, entry)
@@ -229,17 +232,21 @@ class _Search:
     def _missing(self) -> Story:
         said = f"Item {self.index} has no row: {self.which} is not published"
         if (damage := self.run.damaged().get(self.shard)) is not None:
-            return self._set_aside(f"{said}; a merge found it damaged and set it aside: {damage}")
-        deaths = self.deaths
+            return self._gone(f"{said}; a merge found it damaged and set it aside: {damage}")
+        computed = max((entry[1] + entry[2] for _, entry in self.computed), default=0.0)
+        deaths = [pair for pair in self.deaths if float(pair[0]["at"]) > computed]
         claim, history = self.run.claims.read(self.shard), read_history(self.run.claims.folder, self.shard)
         holder = next((record for record in self.records if claim and record["attempt"] == claim.attempt), None)
         if holder is not None and claim is not None and not claim.parked and holder["state"] != "ended":
             excerpt = excerpt_of_attempt(self.run, holder["attempt"], self.max_lines)
-            said += f"; attempt {holder['attempt']} is computing it on {holder['node']}"
+            now, patience_s = time.time(), patience(self.run.plan.lease_s, is_at_work(self.run.submissions(), None))
+            is_silent = not is_alive(holder, patience_s, now)
+            said += f"; attempt {holder['attempt']} {'was' if is_silent else 'is'} computing it on {holder['node']}"
             lost = [t["from"] for t in holder["takeovers"] if t["shard"] == self.shard]
             said += f", taken over from attempt {lost[-1]}, which stopped responding" if lost else ""
             died = f"{len(deaths)} workers have" if len(deaths) > 1 else "a worker has"
             said += f"; {died} died with it" if deaths else ""
+            said += f"; it has been silent for {span_of(now - last_heard(holder))}" if is_silent else ""
             return self._tell("missing", said, None, "", excerpt)
         if deaths:
             death, record = deaths[-1]
@@ -247,12 +254,14 @@ class _Search:
             said += f": a worker of attempt {record['attempt']} died with it{why}: {death['class']}: {death['message']}"
             excerpt = excerpt_of_death(self.run, record, death, self.max_lines)
             return self._tell("missing", said, death["class"], death["message"], excerpt)
+        if self.computed:
+            return self._gone(f"{said}, because its file is gone")
         if (left := self._left(said)) is not None:
             return left
         return self._tell("missing", f"{said}, and no attempt is known to have computed it", None, "", None)
 
-    def _set_aside(self, said: str) -> Story:
-        """The story of an item in a damaged shard: the attempt that computed it, and its log."""
+    def _gone(self, said: str) -> Story:
+        """The story of an item in a shard that was damaged or removed: the attempt that computed it, and its log."""
         record, entry = self._winner()
         told, marks = (None, []) if record is None else self._lines_of(record, entry)
         kind, message = self._failure(told) or (None, "")

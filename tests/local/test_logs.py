@@ -313,9 +313,12 @@ def without_row(run, folder, **claim):
     copy_run(run.folder, folder)
     copy = Run.open(folder)
     copy.shard_path(1).unlink()
+    copy.merged.unlink()
+    for record in run.attempts():
+        change_record(copy, record["attempt"], published=[each for each in record["published"] if each[0] != 1])
     if claim:
         name = next(record["attempt"] for record in run.attempts() if record["deaths"])
-        change_record(copy, name, state="running")
+        change_record(copy, name, state="running", updated=time.time())
         write_claim(copy, name)
     return copy
 
@@ -346,6 +349,19 @@ def test_what_has_no_row_in_a_run_that_is_over_leads_to_the_command_that_compute
     for path in copy.tasks.glob("[!.]*.json"):
         change_record(copy, path.stem, takeovers=[{"shard": 1, "from": "local1_7.0", "host": "there"}])
     assert ", taken over from attempt local1_7.0, which stopped responding; 2" in story_of_item(copy, 10).sentence
+    for path in copy.tasks.glob("[!.]*.json"):
+        change_record(copy, path.stem, updated=time.time() - 100)
+    assert "; 2 workers have died with it; it has been silent for " in story_of_item(copy, 10).sentence
+
+
+def test_what_has_its_row_in_merged_h5_alone_is_not_missing(run, tmp_path):
+    copy_run(run.folder, tmp_path / "run")
+    copy = Run.open(tmp_path / "run")
+    copy.shard_path(1).unlink()  # as a user may, who needs the space
+    assert story_of_item(copy, 10).sentence == story_of_item(run, 10).sentence
+    assert story_of_item(copy, 9).failure == "crash"
+    copy.merged.unlink()
+    assert "is not published, because its file is gone; attempt local1_" in story_of_item(copy, 10).sentence
 
 
 def judged(run, folder, **failures):
@@ -814,6 +830,7 @@ def test_of_a_shard_that_was_set_aside_the_logs_still_say_who_had_computed_it(ru
     copy_run(run.folder, tmp_path / "run")
     copy = Run.open(tmp_path / "run")
     name = before.sentence.partition("attempt ")[2].partition(",")[0]
+    copy.merged.unlink()
     copy.shard_path(index // 8).rename(copy.shard_path(index // 8).with_suffix(".damaged"))
     copy.shard_path(index // 8).with_suffix(".damaged.txt").write_text("it has 9 bytes\n")
     story = story_of_item(copy, index)
