@@ -12,6 +12,7 @@ from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.report.build import Report, last_report, read_report
+from slurmgpu.report.states import made_since
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.results.published import Row as RunRow
 from slurmgpu.results.published import RunRows
@@ -39,7 +40,7 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
             queued, asked = queued_jobs(run, queued), time.monotonic()
         on_tick(reader.read(queued, gpus_of=()))
     report = last_report(run)
-    if report["submissions"][-1]["submission"] != run.last_submission()["submission"]:
+    if made_since(run.submissions(), report["submissions"]) is not None:
         raise SlurmGPUError(
             f"The merge of {run.folder} did not finish. `slurmgpu logs {run.typed} --merge` may say why; "
             f"`slurmgpu merge {run.typed}` merges what is published."

@@ -57,7 +57,7 @@ def telling() -> Callable[[Run], None]:
 
 
 def in_words(status: Status) -> str:
-    """A status in a line: `1,024 of 4,096 items, 3 failed; 2 tasks running`."""
+    """A status in a line: `1,024 of 4,096 items, 3 failed; running, 2 tasks`."""
     n_failed = sum(status["errors_by_class"].values())
     failed = f", {n_failed:,} failed" if n_failed else ""
     running = sum(attempt["state"] != "ended" for attempt in status["attempts"])

@@ -315,9 +315,9 @@ def last_report(run: Run) -> Report:
     report = read_report(run)
     if report is None:
         raise SlurmGPUError(
-            f"{run.folder} has no report yet, because its merge has not run. While the run is running, `slurmgpu "
-            f"status --watch {run.typed}` shows its progress. If its tasks were killed, `slurmgpu merge {run.typed}` "
-            "merges what is published and writes the report and the page."
+            f"{run.folder} has no report yet, because no merge has finished. While the run is running, `slurmgpu "
+            f"status --watch {run.typed}` shows its progress. If it is over, `slurmgpu merge {run.typed}` merges what "
+            "is published and writes the report and the page."
         )
     merged = None if report["merged"] is None else str(run.merged)
     now: Report = {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged}

@@ -343,3 +343,9 @@ def test_whoever_waits_for_a_run_reads_each_record_once(run, monkeypatch):
     assert wait.wait_for(run, told.append)["written"] == written["written"]
     assert len(told) == 3
     assert sorted(read) == [f"4711_{task}.0" for task in range(4)]
+    monkeypatch.setattr(wait.live_tasks, "alive", lambda run: None)
+    run.record_submission({**run.submissions()[0], "submission": 2, "state": "refused"})
+    assert wait.wait_for(run)["written"] == written["written"]
+    run.record_submission({**run.submissions()[0], "submission": 3, "state": "ended"})
+    with pytest.raises(SlurmGPUError, match="did not finish"):
+        wait.wait_for(run)

@@ -307,15 +307,19 @@ def test_an_estimate_has_the_day_and_the_year_where_they_are_not_the_next():
 
 
 @pytest.mark.parametrize("accounting", [None, {"4711_0": [Accounted("FAILED", "crash", True, 2, 1, "gpu1")]}])
-def test_where_no_task_has_begun_the_logs_are_named(ended_run, accounting, capsys):
+@pytest.mark.parametrize("wrote", [True, False])
+def test_where_no_task_has_begun_the_logs_are_named_if_there_are_any(ended_run, accounting, wrote, capsys):
     for path in (*ended_run.tasks.iterdir(), *ended_run.shards.iterdir()):
         path.unlink()
+    if wrote:
+        (ended_run.logs / "4711_0_0_log.err").write_text("module: command not found\n")
     ended_run.record_submission({"submission": 1, "state": "ended"})
     report = report_of(ended_run, accounting=accounting)
     show_status(read_status(ended_run, [], now=NOW))
     show_report(report)
     told = capsys.readouterr()
-    advice = f"no task has started: slurmgpu logs {ended_run.folder} lists what their jobs wrote\n"
+    where = f": slurmgpu logs {ended_run.folder} lists what their jobs wrote" if wrote else ""
+    advice = f"no task has started{where}\n"
     assert advice in told.out
     assert advice in told.err
     assert (f"failed without a record: 1 crash; slurmgpu report {ended_run.folder} names them" in told.out) == bool(

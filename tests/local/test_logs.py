@@ -16,11 +16,12 @@ from slurmgpu.cli.commands.logs import refuse_unstarted, show_logs
 from slurmgpu.cli.views.log_follower import LogFollower
 from slurmgpu.cli.views.log_lines import Printer, print_files
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import registry
 from slurmgpu.logs.files import LogFile
 from slurmgpu.logs.lines import merged, read_lines, without_colours
 from slurmgpu.logs.places import last_end, line_number, search_until, tail_start, time_start
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.report.build import read_report
+from slurmgpu.report.build import read_report, report_path
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run, create_run
 from slurmgpu.search import cached_run
@@ -338,9 +339,7 @@ def test_what_has_no_row_in_a_run_that_is_over_leads_to_the_command_that_compute
     assert "a worker of attempt local1_" in said.out
     assert said.err == f"next: slurmgpu resubmit {tmp_path}/run\n"
     copy = without_row(run, tmp_path / "alive", works=True)
-    (copy.folder / "submissions.jsonl").write_text(
-        (copy.folder / "submissions.jsonl").read_text().replace('"ended"', '"running"')
-    )
+    copy.record_submission({"submission": 1, "state": "running", "pids": [os.getpid()], "ticks": [None]})
     show(copy, item=10)
     said = capsys.readouterr()
     assert "is computing it on " in said.out
@@ -523,6 +522,26 @@ def test_the_index_is_in_the_order_of_tasks_with_a_line_for_each_attempt(run, ca
     files = [file for file in one["files"] if file["size_bytes"]]
     assert files
     assert all(f"{Path(file['path']).name} ({size_of(file['size_bytes'])})" in lines[0] for file in files)
+
+
+def test_failed_items_are_shown_by_another_command_before_a_report_lists_them(run, tmp_path, capsys):
+    copy_run(run.folder, tmp_path / "run")
+    copy = Run.open(tmp_path / "run")
+    report_path(copy).unlink()
+    show(copy, failed=True)
+    assert f"`slurmgpu show {copy.typed} --failed`" in capsys.readouterr().err
+    report_path(copy).write_text("{")
+    with pytest.raises(SlurmGPUError, match="is damaged"):
+        show(copy, failed=True)
+
+
+def test_where_no_task_has_started_and_none_is_queued_the_logs_name_resubmit(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 0.0)
+    for path in run.tasks.iterdir():
+        path.unlink()
+    monkeypatch.setattr(registry, "queued_jobs", lambda _: [])  # they were cancelled while they waited there
+    with pytest.raises(SlurmGPUError, match="none is queued"):
+        show(run)
 
 
 def test_where_the_log_of_a_merge_by_hand_is_is_said(run, tmp_path):

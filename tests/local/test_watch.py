@@ -462,6 +462,8 @@ def test_json_lines_are_whole_statuses_and_an_incomplete_end_is_code_3(project, 
     done = slurmgpu("status", "run", "--watch", "--json", cwd=folder, expect=3)
     [status] = map(json.loads, done.stdout.splitlines())
     assert (status["format"], status["state"]) == ("slurmgpu status", "incomplete")
+    said = slurmgpu("status", "run", "--watch", cwd=folder, expect=3)
+    assert said.stderr == f"next: slurmgpu resubmit {folder / 'run'}\n"
 
 
 # What it costs

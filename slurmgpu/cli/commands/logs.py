@@ -14,6 +14,8 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs.files import attempts_with_logs, merge_files
 from slurmgpu.logs.lines import Line
 from slurmgpu.report.attempts import in_task_order
+from slurmgpu.report.build import read_report
+from slurmgpu.report.states import is_at_work
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, is_over, job_here
 from slurmgpu.search.cached_run import cached
@@ -105,8 +107,11 @@ def print_class(run: Run, name: str, n_lines: int | None) -> None:
 def print_failed(run: Run, n_lines: int | None) -> None:
     """List every failed item of the last report with its place in the logs, and show the first ones."""
     run = cached(run)
-    count = _print_events(events_of_failed_items(run), n_lines)
-    n_failed = count if run.report is None else run.report["n_errors"]
+    if run.report is None:
+        read_report(run)  # says so if it is damaged
+        say(f"No merge has listed failed items yet; `slurmgpu show {run.typed} --failed` shows those that have rows.")
+        return
+    count, n_failed = _print_events(events_of_failed_items(run), n_lines), run.report["n_errors"]
     said = f"{count_of(n_failed, 'item')} failed" if count else "No item failed, by the last report"
     if n_failed > count:
         said += (
@@ -134,10 +139,9 @@ def show_index(run: Run) -> None:
     """Print each attempt in task order with its state and its non-empty log files."""
     index = read_index(run)
     if not index["attempts"]:
-        if is_over(run.submissions()):
+        if is_at_rest(run):
             raise SlurmGPUError(
-                f"No task of {run.folder} started, and its last submission is over. "
-                f"`slurmgpu resubmit {run.typed}` submits it again."
+                f"No task of {run.folder} has started, and none is queued. `slurmgpu resubmit {run.typed}` submits it."
             )
         raise SlurmGPUError(f"No task of {run.folder} has started yet. `slurmgpu status {run.typed}` says why.")
     rows = [
@@ -214,11 +218,11 @@ def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
 
 
 def is_at_rest(run: Run) -> bool:
-    """Whether nothing computes missing items: the last submission has ended, or nothing is alive without one."""
-    from slurmgpu.executors import live_tasks
+    """Whether nothing is known to compute missing items, neither a process of this machine nor a job in the queue."""
+    from slurmgpu.executors.registry import queued_jobs
 
-    lines = run.submissions()
-    return is_over(lines) if lines else live_tasks.alive(run) is None
+    lines, queue = run.submissions(), queued_jobs(run)
+    return not queue and (not lines or is_at_work(lines, queue) is False)
 
 
 def _refuse_contradiction(asked: Sequence[str], *, follow: bool, has_lines: bool) -> None:

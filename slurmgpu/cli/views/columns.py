@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
@@ -11,8 +12,10 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from slurmgpu.cli.console import result
+from slurmgpu.logs.files import attempts_with_logs
 from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.status import StatusAttempt
+from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Usage
 from slurmgpu.util.amounts import rate_of, some_of
 from slurmgpu.util.ansi import plain
@@ -30,7 +33,6 @@ FOLDING = {"node", "progress", "end"}
 MAX_LISTED = 20
 """The most failed items, holes and messages that are printed; the JSON has more."""
 MAX_NAMES = 3
-NONE_BEGAN = "no task has started: slurmgpu logs {} lists what their jobs wrote"
 
 
 def show_table(console: Console, names: Columns, columns: Columns, more: Columns, end: Columns | None = None) -> None:
@@ -101,6 +103,13 @@ def show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequence
     for message, names in list(met.items())[:MAX_LISTED]:
         result(f"  {some_of(names, MAX_NAMES)}: {message}")
     show_rest(len(met), "--json lists them all")
+
+
+def none_began(run_dir: str) -> str:
+    """What to say of a run of which no task has started: where its jobs wrote, if they did."""
+    run = Run.open(Path(run_dir))
+    wrote = f": slurmgpu logs {run.typed} lists what their jobs wrote" if attempts_with_logs(run) else ""
+    return f"no task has started{wrote}"
 
 
 def show_rest(count: int, where: str, shown: int = MAX_LISTED) -> None:

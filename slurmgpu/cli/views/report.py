@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu.cli.console import result, wide_console
-from slurmgpu.cli.views.columns import MAX_LISTED, NONE_BEGAN, counts_of, show_failures, show_rest, show_table, used_by
+from slurmgpu.cli.views.columns import MAX_LISTED, counts_of, none_began, show_failures, show_rest, show_table, used_by
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.report.attempts import (
@@ -62,7 +62,7 @@ def show_report(report: Report) -> None:
     _show_errors(console, report)
     _show_attempts(console, report)
     _show_damage(report)
-    for trace in {a["traceback"] for a in report["attempts"] if a["traceback"]}:
+    for trace in dict.fromkeys(a["traceback"] for a in report["attempts"] if a["traceback"]):
         result(f"\n{trace.rstrip()}")
     _show_next(report)
 
@@ -113,7 +113,7 @@ def _show_next(report: Report) -> None:
             "incomplete. Complete that run first."
         )
     elif report["resubmit"] and all(attempt["submission"] is None for attempt in report["attempts"]):
-        result(f"\n{NONE_BEGAN.format(folder)}")
+        result(f"\n{none_began(report['run_dir'])}")
     if report["resubmit"]:
         policies = [POLICIES.get(attempt["failure"]) for attempt in report["attempts"] if attempt["failure"]]
         same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)

@@ -12,9 +12,9 @@ from rich.markup import escape
 from slurmgpu.cli.console import result, say, wide_console
 from slurmgpu.cli.views.columns import (
     MAX_LISTED,
-    NONE_BEGAN,
     counts_of,
     doing_now,
+    none_began,
     show_failures,
     show_rest,
     show_table,
@@ -47,8 +47,8 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
         result(line)
     show_rest(len(lines), "status --json lists them")
     if status["state"] == "incomplete" and not status["attempts"]:
-        say(NONE_BEGAN.format(shlex.quote(status["run_dir"])))
-    if command := _next(status):
+        say(none_began(status["run_dir"]))
+    if command := next_command(status):
         say(f"next: {command}")
 
 
@@ -121,7 +121,7 @@ def _last_heard(attempt: StatusAttempt) -> str:
     return f"{span_of(attempt['age_s'])} ago"
 
 
-def _next(status: Status) -> str | None:
+def next_command(status: Status) -> str | None:
     """The command to type next; None if there is nothing to do."""
     folder = shlex.quote(status["run_dir"])
     if status["state"] == "planned":

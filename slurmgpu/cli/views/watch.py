@@ -20,7 +20,7 @@ from slurmgpu.cli.console import json_text, result, say
 from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
-from slurmgpu.cli.views.status import show_status
+from slurmgpu.cli.views.status import next_command, show_status
 from slurmgpu.cli.views.status_poller import StatusPoller
 from slurmgpu.report.state_words import LINE_S, News, line_of, tasks_of
 from slurmgpu.report.status import Status
@@ -43,6 +43,8 @@ def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> 
             status = _on_screen(run, console, on_look)
         else:
             status = _in_lines(run, as_json, on_look)
+            if not as_json and (command := next_command(status)):
+                say(f"next: {command}")
     except KeyboardInterrupt:
         say(f"the run continues. To see it: slurmgpu status --watch {run.typed}")
         raise
