@@ -38,6 +38,14 @@ def alive(run: Run, waiting_merge: str | None = None) -> str | None:
     return _heard(run, sights, waiting_merge)
 
 
+def may_live(run: Run) -> bool:
+    """Whether something of the run is alive, or may be, because a queue is silent."""
+    try:
+        return alive(run) is not None
+    except NoAnswerError:
+        return True
+
+
 def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str | None:
     """A task whose heartbeat goes on, in words; None once all have been silent for long enough.
 

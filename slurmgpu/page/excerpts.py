@@ -14,13 +14,11 @@ from slurmgpu.page.words import plain
 from slurmgpu.run.directory import Run
 from slurmgpu.search.cached_run import CachedRun, cached
 from slurmgpu.search.excerpts import Excerpt, excerpt_of_attempt, excerpt_of_death
-from slurmgpu.search.items import excerpt_of_item, story_of_item
+from slurmgpu.search.items import NOBODY, excerpt_of_item, story_of_item
 from slurmgpu.util.shared_files import list_names
 
 log = logging.getLogger(__name__)
 
-NOBODY = "no attempt is known to have computed it"
-"""The text of a search without a result."""
 MAX_LINES = 30
 MAX_EXCERPTS = 20
 """The number of reasons with an excerpt, for items and for attempts."""

@@ -42,6 +42,8 @@ from slurmgpu.util.shared_files import exists
 
 log = logging.getLogger(__name__)
 
+NOBODY = "no attempt is known to have computed it"
+"""The end of a sentence on an item on which there is nothing."""
 N_NAMED = 10
 """The most lines that are shown for an item with a row."""
 
@@ -258,7 +260,7 @@ class _Search:
             return self._gone(f"{said}, because its file is gone")
         if (left := self._left(said)) is not None:
             return left
-        return self._tell("missing", f"{said}, and no attempt is known to have computed it", None, "", None)
+        return self._tell("missing", f"{said}, and {NOBODY}", None, "", None)
 
     def _gone(self, said: str) -> Story:
         """The story of an item in a shard that was damaged or removed: the attempt that computed it, and its log."""

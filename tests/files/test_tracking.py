@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from slurmgpu.cli.commands import track
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import live_tasks
 from slurmgpu.plan.run_file import TrackTable, parse_table
 from slurmgpu.plan.trackers import TRACKERS, Destination, parse_destination
 from slurmgpu.run.metric_log import MetricReader, MetricWriter
@@ -231,6 +233,18 @@ def test_a_step_to_which_a_living_task_may_add_is_held_back_while_it_is_followed
     assert [step for step, _ in tracker.kept["run"]] == [0, 1, 2, 3, 10, 11]
     assert tracker.kept["run"][2] == (2, {"accuracy": 1.0, "loss": 2.0})
     assert tracker.closed == [("run", True)]
+
+
+def test_a_run_of_which_nothing_is_alive_is_followed_no_longer(tmp_path, tracker, monkeypatch, capsys):
+    run = unstarted_run(tmp_path)  # its merge was killed, too, so no line says that it has ended
+    attempt(run, "a").write([(1.0, None, step, {"loss": step}) for step in (0, 1)])
+    for name in ("LOOK_S", "DOUBT_S"):
+        monkeypatch.setattr(track, name, 0.0)
+    answers = iter([True, False])
+    monkeypatch.setattr(live_tasks, "may_live", lambda _: next(answers))
+    track.track(run.folder, [str(KEPT)], follow=True)
+    assert [step for step, _ in tracker.kept["run"]] == [0, 1]
+    assert capsys.readouterr().out.endswith(": 1 run, 2 new steps\n")
 
 
 def test_a_living_task_that_has_not_logged_yet_holds_all_back_and_an_ended_one_nothing(tmp_path, tracker):

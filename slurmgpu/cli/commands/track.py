@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from slurmgpu.trackers.replay import Replay
 
 LOOK_S = 5.0
+DOUBT_S = 30.0
+"""How often to ask whether any task of a followed run is alive: a run that was killed never records its end."""
 
 
 def track(
@@ -46,7 +48,7 @@ def track(
     A step to which a running task may still add is sent later.
     """  # noqa: D301
     from slurmgpu.cli.console import result, result_json
-    from slurmgpu.executors import on_end
+    from slurmgpu.executors import live_tasks, on_end
     from slurmgpu.plan.trackers import parse_destination
     from slurmgpu.run.submissions import is_over
     from slurmgpu.trackers.replay import Replay
@@ -61,12 +63,14 @@ def track(
     if not to:  # folders of [track] are relative to the run file, as those of its merge job
         os.chdir(on_end.folder_of(run))
     replay = Replay(run, list(dict.fromkeys(map(parse_destination, texts))))
-    over = is_over(run.submissions())
+    over, asked = is_over(run.submissions()), time.monotonic()
     try:
         replay.look(final=over)
         while follow and not over:
             time.sleep(LOOK_S)
-            over = is_over(run.submissions())  # asked first, so that the replay reads all that was written
+            over = is_over(lines := run.submissions())  # asked first, so that the replay reads all that was written
+            if lines and not over and time.monotonic() - asked >= DOUBT_S:
+                over, asked = not live_tasks.may_live(run), time.monotonic()
             replay.look(final=over)
     except KeyboardInterrupt:
         _say_interrupted(run, to or ())

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_run
-from slurmgpu.errors import NoAnswerError
 from slurmgpu.logs.files import LogFile, merge_files
 from slurmgpu.logs.lines import Line, read_lines
 from slurmgpu.logs.places import last_end
@@ -45,6 +44,8 @@ class LogFollower:
 
     def go_on(self) -> None:
         """Print until the end."""
+        from slurmgpu.executors import live_tasks
+
         looked = spoke = float("-inf")
         is_over = False
         while not is_over:
@@ -55,7 +56,7 @@ class LogFollower:
             if self.print_new():
                 spoke = now
             elif now - max(spoke, looked - DOUBT_S) >= DOUBT_S:
-                is_over, spoke = is_over or self._is_dead(), now
+                is_over, spoke = is_over or not live_tasks.may_live(self.run), now
             if not is_over and not self._lags:
                 time.sleep(max(POLL_S, len(self._files) / 1000))
         while self.print_new(whole=False):
@@ -108,15 +109,6 @@ class LogFollower:
         if size - start > PART_BYTES:
             self._lags = whole = True
         return start, last_end(path, min(size, start + PART_BYTES)) if whole else size
-
-    def _is_dead(self) -> bool:
-        """Whether no task of the run is alive although it has not recorded its end."""
-        from slurmgpu.executors import live_tasks
-
-        try:
-            return live_tasks.alive(self.run) is None
-        except NoAnswerError:
-            return False
 
 
 def follow_run(run: Run, n_lines: int | None) -> None:

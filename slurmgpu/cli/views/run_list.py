@@ -93,7 +93,7 @@ def list_runs(folder: Path) -> RunList:
     }
 
 
-def find_runs(folder: Path, notes: Counter[str], through_links: bool = True) -> Iterator[Path]:
+def find_runs(folder: Path, notes: Counter[str]) -> Iterator[Path]:
     """The run directories in a folder and below; `notes` counts the folders that were skipped, by reason.
 
     Run directories are not searched. Links to folders are followed one level deep, which avoids cycles.
@@ -108,10 +108,7 @@ def find_runs(folder: Path, notes: Counter[str], through_links: bool = True) -> 
         return
     for name, is_link in names:
         path = folder / name
-        if not is_link:
-            yield from find_runs(path, notes, through_links)
-        elif through_links:
-            yield from _behind_link(path, notes)
+        yield from _behind_link(path, notes) if is_link else find_runs(path, notes)
 
 
 def _once(folder: Path, found: Iterable[Path]) -> Iterable[Path]:
