@@ -1053,6 +1053,14 @@ def test_the_packages_beside_slurmgpu_are_not_handed_on(monkeypatch, home, path,
     assert submitted_program.inherited_environment().get("PYTHONPATH") == found
 
 
+def test_the_array_of_the_tasks_is_not_handed_on(monkeypatch):
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "4")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    found = submitted_program.inherited_environment()
+    assert [name for name in found if name.startswith(("SLURM_ARRAY_", "SLURM_JOB_ID"))] == ["SLURM_JOB_ID"]
+
+
 def test_the_guard_removes_a_folder(tmp_path):
     (tmp_path / "folder").mkdir()
     guard = Guard()
@@ -1137,6 +1145,31 @@ def test_a_missing_row_and_an_error_are_their_items_alone(score):
 )
 def test_a_slice_that_fails_has_no_rows(score, body, said):
     assert said in failing(score(body), items("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "settings", "said"),
+    [
+        ("{out}", '{"n": 1}\n{"n": 2}', {}, "line 1 of {out} has no index"),
+        ("{out:csv}", "n\n1\n2\n", {}, "record 1 of {out} has no index"),
+        ("{out}", '{"n": 1}\n{"n": 2}', {"match": "text"}, "line 1 of {out} has no 'text'"),
+        ("{out:json}", '{"mean": 1.5, "rows": [{"n": 1}, {"n": 2}]}', {}, "objects. Write a list with an object for "),
+        ("{out:json}", '{"rows": [{"n": 1}, {"n": 2}]}', {}, "each item, such as the one in 'rows'"),
+    ],
+)
+def test_a_program_whose_rows_name_no_item_is_wrong_and_not_its_items(score, form, text, settings, said):
+    body = f"open(path, 'w').write({text!r}) if items[0]['data']['text'] == 'a' else write(map(row, items))"
+    command = score(body, form=form, **settings)
+    with pytest.raises(WorkloadError) as caught:
+        command(items("a", "b"))
+    assert said in str(caught.value)
+
+
+def test_rows_without_an_index_after_good_ones_fail_their_slice(score):
+    text = '{"n": 1}\n{"n": 2}'
+    command = score(f"open(path, 'w').write({text!r}) if items[0]['data']['text'] == 'b' else write(map(row, items))")
+    assert command(items("a")) == [{"n": 1}]
+    assert "line 1 of {out} has no index" in failing(command, items("b", "c"))
 
 
 def test_a_last_line_without_its_end_counts_and_so_do_empty_ones_not(score):
@@ -1507,7 +1540,8 @@ def test_an_item_without_what_rows_are_matched_by_fails_alone(by_id):
     ],
 )
 def test_a_row_that_matches_no_item_fails_its_slice(by_id, row, said):
-    code = f"import sys; open(sys.argv[2], 'w').write({json.dumps(row) + chr(10)!r} * 2)"
+    n_times = 1 if row.get("id") is None else 2  # several rows that name no item are the program's fault
+    code = f"import sys; open(sys.argv[2], 'w').write({json.dumps(row) + chr(10)!r} * {n_times})"
     assert said in failing(by_id(code), [Item(0, {"id": "a"}), Item(1, {"id": "b"})])
 
 
@@ -1523,7 +1557,8 @@ def test_a_row_whose_name_became_another_number_is_told_of_its_item(by_id, name,
 def test_a_row_without_index_is_told_of_the_field_that_it_could_be_matched_by(tmp_path, monkeypatch):
     (tmp_path / "by_id.py").write_text(BY_ID.replace('"index": number, ', ""))
     command = loaded(tmp_path, monkeypatch, run=[sys.executable, "-S", "by_id.py", "{in:jsonl}", "{out}"])
-    assert "--set match=id" in failing(command, [Item(0, {"id": "a", "text": ""}), Item(1, {"id": "b", "text": ""})])
+    with pytest.raises(WorkloadError, match="--set match=id"):
+        command([Item(0, {"id": "a", "text": ""}), Item(1, {"id": "b", "text": ""})])
 
 
 def test_a_table_and_arrays_are_matched_by_a_field_as_well(tmp_path, monkeypatch):

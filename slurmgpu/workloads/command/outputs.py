@@ -28,6 +28,11 @@ from slurmgpu.workloads.command.sinks import MAX_BYTES, OutputError
 
 Values = Mapping[str, Any]
 
+
+class WrongFormError(OutputError):
+    """The program writes several rows, and none of them in a form that a slice can have: no item is at fault."""
+
+
 NPZ_ERRORS = (
     *(ValueError, OSError, EOFError, KeyError, RuntimeError, TypeError, OverflowError, MemoryError, SyntaxError),
     *(zlib.error, lzma.LZMAError, struct.error, zipfile.BadZipFile, tokenize.TokenError),
@@ -82,8 +87,6 @@ class Match:
 
     def index_of(self, row: Values, where: str) -> int:
         """The index of a row's item; OutputError if no item has the row's value."""
-        if row.get(self.field) is None:
-            raise OutputError(f"{where} has no {self.field!r}, which match needs to find its item")
         name = _name(row[self.field])
         if name not in self._indices:
             number = _number(name)
@@ -166,15 +169,22 @@ def read_output(
     collected = Collected(wanted, is_one=is_one)
     fields = {name for item in given.values() for name in item}
     passed = {"", *([] if match is None else [match.field])} if given or match is not None else set()
+    name_field = "index" if match is None else match.field
     try:
         if path.is_file():
-            for number, read in enumerate(_READERS[form](path), 1):
+            reads = _READERS[form](path)
+            for number, read in enumerate(reads, 1):
                 where = f"{_UNITS[form]} {number} of {{out}}"
                 row = _typed(read, columns) if form == "csv" else read
+                if read.get(name_field) is None and not is_one:
+                    said = f"{where} has no {name_field}. {_how_to_match(row, fields)}"
+                    if match is not None:
+                        said = f"{where} has no {name_field!r}, which match needs to find its item"
+                    others = list(reads) if number == 1 else []
+                    is_of_all = bool(others) and all(other.get(name_field) is None for other in others)
+                    raise (WrongFormError if is_of_all else OutputError)(said)
                 if match is not None:  # compares the text as written: a column of the same name may have a type
                     row = {**row, "index": match.index_of(read, where)}
-                elif row.get("index") is None and not is_one:
-                    raise OutputError(f"{where} has no index. {_how_to_match(row, fields)}")
                 index = collected.add(row, where)
                 item = given.get(index, {})
                 collected.rows[index] = {
@@ -266,9 +276,17 @@ def _read_json(path: Path) -> Iterator[Values]:
         rows = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise OutputError(f"{{out}} is not JSON: {error}") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise OutputError("{out} is JSON, but not a list of objects. Write a list with an object for each item")
+    if not _are_rows(rows):
+        said = "{out} is JSON, but not a list of objects. Write a list with an object for each item"
+        if isinstance(rows, dict) and (found := [name for name, value in rows.items() if value and _are_rows(value)]):
+            said += f", such as the one in {found[0]!r:.80}"
+            raise (WrongFormError if len(rows[found[0]]) > 1 else OutputError)(said)
+        raise OutputError(said)
     yield from rows
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
 def _read_csv(path: Path) -> Iterator[Values]:

@@ -41,6 +41,7 @@ from slurmgpu.workloads.command.outputs import (
     Collected,
     Match,
     Values,
+    WrongFormError,
     check_format,
     in_order,
     is_written_back,
@@ -233,6 +234,7 @@ class Command:
             present_files().expect_reads_again()
         self._stopping = task.stopping
         self._passed_over: set[str] = set()
+        self._has_rows = False
         self._n_gpus = task.gpus
         self._guard = Guard()
         weakref.finalize(self, self._guard.close)
@@ -299,7 +301,10 @@ class Command:
                 rows |= self._tried(functools.partial(call, requests), is_alone=len(items) == 1)
             except CallFailedError as error:
                 self._say_where(error, items[0].data)
+                if isinstance(error.__cause__, WrongFormError) and not self._has_rows:
+                    raise WorkloadError(str(error)) from error
                 raise
+            self._has_rows = True
         return [rows[item.index] for item in items]
 
     def _say_where(self, error: CallFailedError, data: Mapping[str, object]) -> None:
