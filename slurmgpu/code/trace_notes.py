@@ -110,8 +110,10 @@ class TraceNotes:
         if self.reading_array_id and not self.sets_array_id:
             scripts = some_of(list(self.reading_array_id), _MANY_NAMED)
             found.append(
-                f"{scripts} reads {ARRAY_ID}, which is the number of the task, not of the item: it is the same in all "
-                f"calls of a task. Set it to a field of the items, for example -- env {ARRAY_ID}={{id}} ./run.sh."
+                f"{scripts} reads {ARRAY_ID}, which calls do not have: it would be the number of the task. For calls "
+                f"of one item set it to a field, for example -- env {ARRAY_ID}={{id}} ./run.sh. A call with {{in}} and "
+                f"{{out}} has a slice, of which the script should take all: if it needs the variable, write env "
+                f"{ARRAY_ID}=0 {ARRAY_ID.replace('ID', 'COUNT')}=1."
             )
         if self.waiting_steps:
             callers = some_of(list(self.waiting_steps), _MANY_NAMED)

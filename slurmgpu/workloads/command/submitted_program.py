@@ -66,11 +66,12 @@ class SubmittedProgram:
 
 
 def inherited_environment() -> dict[str, str]:
-    """The worker's environment; if slurmgpu is installed, without the folder that the task put on PYTHONPATH.
+    """The worker's environment without the array of tasks, and without the folder that the task put on PYTHONPATH.
 
-    Otherwise a program with another Python would import NumPy and other packages from there.
+    A script that takes its part of an input by SLURM_ARRAY_TASK_ID would take a part of each slice. The folder goes if
+    slurmgpu is installed: a program with another Python would import NumPy and other packages from there.
     """
-    environ = dict(os.environ)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_ARRAY_")}
     home = Path(__file__).resolve().parents[3]
     first, _, rest = environ.get("PYTHONPATH", "").partition(os.pathsep)
     if first == str(home) and home.name in {"site-packages", "dist-packages"}:
