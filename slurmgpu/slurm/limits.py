@@ -17,6 +17,7 @@ from slurmgpu.slurm.facts import Facts, Row
 from slurmgpu.util.amounts import count_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
+ELSEWHERE = "no task starts there, but in another partition"
 GPU = "gres/gpu"
 MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 QOS, ASSOCIATION = "QOS", "Assoc"
@@ -98,7 +99,7 @@ def limits_of(submission: Submission, facts: Facts) -> tuple[list[Limit], float 
     is_free = any("PartitionTimeLimit" in _flags(facts, name) for name, is_job_s in names if is_job_s)
     empty = empty_partitions(submission, facts)
     usable = [row for row in partitions if row["PartitionName"] not in empty] or partitions
-    found = [limit for partition in usable for limit in _of_partition(asked, partition, facts, is_free)]
+    found = _of_partitions([list(_of_partition(asked, row, facts, is_free)) for row in usable], facts.config)
     found += [_of_rule(asked, each) for each in held]
     return [*found, *_of_cluster(asked, facts.config)], walltime_s
 
@@ -231,6 +232,18 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
     then = f"{REFUSED}: {lacks}" if per_node > most else ""
     yield Limit(f"{what} of a node of partition {name}", str(most), str(per_node), then)
     yield _at_once(asked, f"{what} of partition {name}", sum(counts), "Resources")
+
+
+def _of_partitions(of_each: Sequence[Sequence[Limit]], config: Mapping[str, str]) -> list[Limit]:
+    """The limits of several partitions: a task starts in one that allows it, unless each of them has to."""
+    is_closed = [any(limit.then.startswith((NEVER, REFUSED)) for limit in limits) for limits in of_each]
+    if all(is_closed) or config.get("EnforcePartLimits") == "ALL":
+        return [limit for limits in of_each for limit in limits]
+    return [
+        replace(limit, then=ELSEWHERE) if closed and limit.then else limit
+        for limits, closed in zip(of_each, is_closed, strict=True)
+        for limit in limits
+    ]
 
 
 def _of_nodes(asked: Submission, partition: str, n_nodes: int) -> Limit:

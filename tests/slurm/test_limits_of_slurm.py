@@ -51,6 +51,15 @@ def test_slurm_does_what_a_dry_run_foretold(project, slurmgpu, cluster, monkeypa
         _, then = dry_run("--gpus", "2", *asked)
         assert then["MaxTime of partition brief"] == "pends for ever (PartitionTimeLimit)"
         pends("PartitionTimeLimit", "-p", "brief", "-t", "40")
+        _, then = dry_run("--gpus", "2", "--slurm", "partition=brief,gpu", "--slurm", "time=00:40:00")
+        assert then["MaxTime of partition brief"] == "no task starts there, but in another partition"
+        job = cluster.run(
+            "sbatch", "--parsable", "--output=/dev/null", "-p", "brief,gpu", "-t", "40", "--wrap", "sleep 600"
+        )
+        cluster.wait_until(
+            lambda: cluster.run("squeue", "-h", "-j", job.strip(), "-o", "%T %P") == "RUNNING gpu\n", "it"
+        )
+        cluster.run("scancel", job.strip())
         asked = ("--slurm", "qos=tight", "--slurm", "time=01:10:00")
         _, then = dry_run("--gpus", "4", *asked)
         assert then["MaxWall of QOS tight"] == "pends for ever (QOSMaxWallDurationPerJobLimit)"

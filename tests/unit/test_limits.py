@@ -125,6 +125,24 @@ def test_of_what_is_above_a_limit_it_is_said_what_will_happen(asked, known, name
     assert what_happens(asked, cluster_of(**known)).get(name) == then
 
 
+@pytest.mark.parametrize(
+    ("enforced", "asked", "short", "long"),
+    [
+        ("NO", "03:00:00", "no task starts there, but in another partition", ""),
+        ("ANY", "03:00:00", "no task starts there, but in another partition", ""),
+        ("ALL", "03:00:00", "sbatch refuses it", ""),
+        ("ANY", "09:00:00", "sbatch refuses it", "sbatch refuses it"),
+        ("NO", "09:00:00", "pends for ever (PartitionTimeLimit)", "pends for ever (PartitionTimeLimit)"),
+        ("NO", "01:00:00", "", ""),
+    ],
+)
+def test_one_of_several_partitions_that_allows_a_task_suffices(enforced, asked, short, long):
+    known = cluster_of(EnforcePartLimits=enforced)
+    known.partitions |= {"long": {**PARTITION, "PartitionName": "long", "Default": "NO", "MaxTime": "08:00:00"}}
+    found = what_happens(submission(partition="gpu,long", time=asked), known)
+    assert (found["MaxTime of partition gpu"], found["MaxTime of partition long"]) == (short, long)
+
+
 def test_a_limit_of_the_qos_goes_over_the_same_one_of_the_association():
     known = cluster_of(association={**USERS, "MaxJobs": "2", "GrpJobs": "7"}, qos={"MaxJobsPerUser": "50"})
     found = what_happens(submission(), known)
