@@ -56,6 +56,8 @@ SLURM_RESERVED = {
     "wait": "sbatch would not answer before all tasks have ended; --wait of slurmgpu waits for the run",
 }
 """sbatch options that slurmgpu sets itself, and why."""
+_NOTICE = re.compile(r"(?:R:)?(?:SIG)?USR2(?:@\d+)?|False")
+"""Values of sbatch's `signal` for which tasks listen."""
 
 
 def _slurm_names(value: Any) -> Any:
@@ -70,6 +72,10 @@ def _slurm_names(value: Any) -> Any:
     for name, option in options.items():
         if name in SLURM_RESERVED:
             raise ValueError(f"{name!r} cannot be set here: {SLURM_RESERVED[name]}")
+        if name == "signal" and not _NOTICE.fullmatch(str(option)):
+            raise ValueError(
+                "'signal' must be USR2, such as \"USR2@300\": another one would kill tasks before their end"
+            )
         if isinstance(option, list) and name != "setup":
             raise ValueError(f"{name!r} is a list; only setup (the commands that the script runs first) takes a list")
     if isinstance(options.get("setup"), str):

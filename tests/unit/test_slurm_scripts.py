@@ -173,6 +173,17 @@ def test_a_number_of_processes_is_not_the_users_to_set(name, table):
         parse_table(RunFile, {"input": "x", "workload": {"use": "x.py:X"}, table: {name: 2}}, "x.toml")
 
 
+@pytest.mark.parametrize("value", ["USR1@120", "B:USR2@60", "TERM"])
+def test_a_signal_that_would_kill_a_task_is_refused(value):
+    with pytest.raises(SlurmGPUError, match=r"must be USR2, such as .*: another one would kill tasks"):
+        parse_slurm_options([f"signal={value}"])
+
+
+def test_the_notice_may_come_earlier(written):
+    options = parse_slurm_options(["signal=USR2@300"])
+    assert {flag for flag in flags(written(slurm=options)["array"]) if "signal" in flag} == {"--signal=USR2@300"}
+
+
 @pytest.mark.parametrize("name", ["quiet", "test-only", "wait", "parsable"])
 def test_an_option_that_keeps_the_job_id_from_slurmgpu_is_refused(name):
     with pytest.raises(SlurmGPUError, match=r"cannot be set here: (slurmgpu reads|sbatch would not) .*answer"):
