@@ -30,7 +30,7 @@ from slurmgpu.search.items import story_of_item
 from slurmgpu.shards.columns import Array, Text, columns_to_json
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.shards.shard_file import DamagedShardError, Directory, read_directory, verify_shard, write_shard
-from slurmgpu.shards.userblock import Reader
+from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
 from slurmgpu.worker import publisher as publishing
 from slurmgpu.worker.assignment import Assignment
 from slurmgpu.worker.call_failures import Failure
@@ -883,6 +883,20 @@ def test_a_merged_file_that_cannot_be_read_is_left_beside_its_successor(run):
     run.shard_path(0).unlink()
     assert merge(run)["n_rows"] == 0
     assert not run.merged.exists()
+    check_one_truth(run)
+
+
+@pytest.mark.parametrize("change", [lambda found: found.pop("code"), lambda found: found.update(code=[[0]])])
+def test_a_merged_file_whose_directory_makes_no_sense_is_left_beside_its_successor(run, change):
+    publish_all(run)
+    merge(run)
+    with Reader(run.merged) as reader:
+        directory, table, size = read_userblock(reader)
+    change(directory)
+    content = pack_userblock(directory, size, table) + run.merged.read_bytes()[size:]
+    run.merged.write_bytes(content)
+    assert merge(run)["complete"]
+    assert run.merged.with_suffix(".damaged.h5").read_bytes() == content
     check_one_truth(run)
 
 
