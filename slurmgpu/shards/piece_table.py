@@ -96,11 +96,9 @@ class BufferedWrites:
         self._ends[offset + len(content)] = first
 
     def flush(self) -> None:
-        """Write all buffered bytes."""
+        """Write all buffered bytes, at the end."""
         for offset, contents in self._runs.items():
             write_at(self._fd, b"".join(contents), offset)
-        self._runs.clear()
-        self._ends.clear()
 
 
 class PieceWriter:
