@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -358,6 +359,19 @@ def test_a_token_that_was_added_without_an_embedding_is_its_prompts_error_and_pa
     assert others.error is None
     [passage] = ours.likelihoods([Passage(0, Prompt("1<new>"))])
     assert "without embeddings" in passage.error
+
+
+def test_a_token_beyond_the_vocabulary_that_has_an_embedding_is_known(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from slurmgpu.llm.transformers_engine.loading import Loaded
+
+    model = AutoModelForCausalLM.from_pretrained(make_llama(tmp_path))
+    n_tokens = model.config.vocab_size
+    loaded = Loaded(model, SimpleNamespace(pad_token_id=n_tokens), frozenset(), 64, 1, "cpu")
+    assert (loaded.n_known, loaded.pad_id) == (n_tokens, 0)
+    model.set_input_embeddings(torch.nn.Embedding(n_tokens + 8, model.config.hidden_size))
+    assert (loaded.n_known, loaded.pad_id) == (n_tokens + 8, n_tokens)
 
 
 def test_an_encoder_decoder_model_is_refused_with_a_sentence(tmp_path):

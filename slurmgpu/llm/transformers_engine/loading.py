@@ -68,8 +68,9 @@ class Loaded:
 
     @property
     def n_known(self) -> int:
-        """The number of tokens that the model has embeddings for."""
-        return getattr(self.model.config.get_text_config(), "vocab_size", None) or sys.maxsize
+        """The number of tokens that the model has embeddings for: Llama 3.2 Vision's has 8 more than its vocabulary."""
+        named = getattr(self.model.config.get_text_config(), "vocab_size", None) or sys.maxsize
+        return max(named, getattr(self.model.get_input_embeddings(), "num_embeddings", 0))
 
 
 def load_model(options: EngineOptions, place: Place) -> Loaded:
