@@ -88,21 +88,19 @@ def follow_rows(run: Run) -> Iterator[RunRow]:
 def incomplete(run: Run, n_missing: int | None = None) -> str:
     """A sentence on the rows that a run lacks after its end."""
     some = "rows" if n_missing is None else count_of(n_missing, "row")
-    cause = _cause(run)
-    return (
+    said = (
         f"{run.folder} lacks {some} of its {run.plan.n_items:,}. To compute them: `slurmgpu resubmit {run.typed}`, or "
-        f"resubmit() of its handle. {cause}`slurmgpu report {run.typed}` says {'more' if cause else 'why'}."
+        f"resubmit() of its handle."
     )
-
-
-def _cause(run: Run) -> str:
-    """A sentence on the last failure of the last submission in the last report, or nothing."""
-    report, last = read_report(run), run.last_submission()["submission"]
-    failed = [a for a in (report["attempts"] if report else ()) if a["failure"] and a["submission"] == last]
+    if (report := read_report(run)) is None:
+        return f"{said} `slurmgpu merge {run.typed}` writes a report that says why."
+    last = run.last_submission()["submission"]
+    failed = [a for a in report["attempts"] if a["failure"] and a["submission"] == last]
     if not failed:
-        return ""
+        return f"{said} `slurmgpu report {run.typed}` says why."
     message = (failed[-1]["message"].splitlines() or [""])[0].rstrip(".")
-    return f"{failed[-1]['attempt']} failed with {failed[-1]['failure']}: {message}. "
+    cause = f"{failed[-1]['attempt']} failed with {failed[-1]['failure']}: {message}."
+    return f"{said} {cause} `slurmgpu report {run.typed}` says more."
 
 
 def _while_alive(run: Run, pause: Callable[[], None] = lambda: time.sleep(LOOK_S)) -> Iterator[None]:
