@@ -290,6 +290,14 @@ def test_shards_that_no_listing_shows_are_asked_for_by_their_names(run, monkeypa
     assert not run.claims.numbers()
 
 
+def test_a_shard_that_was_set_aside_since_it_was_found_by_its_name_is_computed(run, monkeypatch):
+    publish(run, *range(5))
+    monkeypatch.setattr(type(run), "published", lambda self: {0, 1, 2, 3})  # an old listing
+    set_aside = run.shard_path(4)
+    monkeypatch.setattr(shard_claimer, "list_fresh", lambda folder: set_aside.unlink(missing_ok=True))
+    assert Claimer(run, ME, pause=lambda seconds: None).next() == 4
+
+
 def test_a_claim_that_only_an_old_listing_shows_keeps_no_shard_from_being_computed(run, monkeypatch):
     publish(run, *range(4))
     stale(monkeypatch, run, run.claims.folder, ["00004"])

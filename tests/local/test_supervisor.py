@@ -26,8 +26,7 @@ def tell(event, **more):
 def begin(resumes=False):  # until the task has heard of it
     tell("loading")
     tell("ready", load_s=0.0, resumes=resumes)
-    while '"state": "running"' not in open(sys.argv[1]).read():
-        time.sleep(0.01)
+    wait_until('"state": "running"', sys.argv[1])
     tell("claim", shard=0, idle_s=0.0)
     tell("batch", items=[0, 1], isolated=False, ahead=None)
 
@@ -39,6 +38,12 @@ def logs():
 
 def done(reason="complete"):
     tell("done", reason=reason, idle_s=0.0)
+
+def wait_until(text, path):
+    until = time.monotonic() + 60
+    while text not in open(path).read():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 def to_task(signum):
     os.kill(os.getppid(), signum)
@@ -55,7 +60,7 @@ def work(tmp_path, monkeypatch):
 
     The attempt has claimed the run's only shard. Each worker gets what the test has changed of its `attempt`.
     """
-    run = planned_run(tmp_path / "run")
+    run = planned_run(tmp_path / "run", lease_s=0.6)
 
     def work(*workers, **attempt):
         left = list(workers)
@@ -87,6 +92,12 @@ def test_a_worker_has_done_its_work_once_it_says_so_and_holds_no_shard(work):
     for too_early in ("begin(); publish()", "begin(); done(); sys.exit(3)", f"begin(); done(); {DIES}"):
         code, record = work(too_early, ENDS)
         assert (code, record["failure"], len(record["deaths"])) == (0, None, 1)
+
+
+def test_a_lease_is_renewed_while_a_worker_says_nothing(work, tmp_path):
+    claim = str(tmp_path / "run" / "claims" / "00000")
+    code, record = work(f"begin(); wait_until('\"renewals\": 3', {claim!r}); publish(); done()")
+    assert (code, record["deaths"]) == (0, [])
 
 
 def test_a_worker_that_says_why_it_fails_is_the_last_one(work):
@@ -135,6 +146,8 @@ def test_a_signal_ends_a_worker_that_keeps_no_progress_at_once_and_its_shard_is_
     assert (record["deaths"], record["claims"]) == ([], set())
     code, record = work("begin(); to_task(signal.SIGHUP); time.sleep(600)")
     assert (code, record["failure"]) == (75, "cancelled")
+    code, record = work("begin(); to_task(signal.SIGTERM); time.sleep(600)", end_time=time.time() + 3600)
+    assert (code, record["failure"]) == (75, "preempted")  # its walltime is not nearly over
 
 
 def test_a_signal_near_the_end_of_the_walltime_is_its_end_and_the_shard_was_too_large(work):
@@ -241,5 +254,5 @@ def test_a_worker_that_hangs_after_its_work_is_killed_and_a_working_one_is_not(w
     monkeypatch.setattr(supervisor, "EXIT_S", 0.3)
     code, record = work(f"{ENDS}; time.sleep(600)")
     assert (code, record["failure"], record["deaths"]) == (0, None, [])
-    code, record = work("begin(); done(); time.sleep(1.0); publish()")
+    code, record = work("begin(); done(); time.sleep(1.5); publish()")
     assert (code, record["failure"], record["deaths"]) == (0, None, [])
