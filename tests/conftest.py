@@ -6,6 +6,7 @@ import signal
 import pytest
 from hypothesis import settings
 
+from slurmgpu.code import imported_modules
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
 from tests.support import command_line, fsyncs
 from tests.support.images import apptainer, normal_user  # noqa: F401
@@ -73,6 +74,15 @@ def pytest_xdist_make_scheduler(config, log):
     from tests.support.scheduling import Scheduling
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _no_modules_of_others():
+    """Forget what a test has planned: a plan looks whether any module changed that earlier ones imported."""
+    yield
+    if imported_modules.DIGESTS:
+        imported_modules.take_out(imported_modules.DIGESTS)
+        imported_modules.DIGESTS.clear()
 
 
 @pytest.fixture(autouse=True)
