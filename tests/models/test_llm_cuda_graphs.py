@@ -80,6 +80,18 @@ def _own_marks(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
+SHORT = {"N_STEPS": 2, "N_ROUNDS": 2, "N_TIMED": 1}
+N_MORE = 2 * SHORT["N_STEPS"] + SHORT["N_ROUNDS"] * SHORT["N_TIMED"]
+"""The steps of a size in a check of these tests."""
+
+
+@pytest.fixture(autouse=True)
+def _short_checks(monkeypatch):
+    """Nearly every engine here begins with a check, and its steps were a third of the time."""
+    for name, n in {**SHORT, "N_MORE": N_MORE}.items():
+        monkeypatch.setattr(graph_check, name, n)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made, root = {}, tmp_path_factory.mktemp("models")
@@ -318,10 +330,10 @@ def lose_memory(frame):
     ("at", "wrong", "reason"),
     [
         (1, fail, "SlotsError: RuntimeError: operation not permitted when stream is capturing"),
-        (9, fail, "SlotsError: RuntimeError: operation not permitted when stream is capturing"),
-        (30, lose_memory, "SlotsError: OutOfMemoryError: CUDA out of memory"),
+        (3, fail, "SlotsError: RuntimeError: operation not permitted when stream is capturing"),
+        (N_MORE + 2, lose_memory, "SlotsError: OutOfMemoryError: CUDA out of memory"),
         (3, one_wrong_logit, "with 1 rows scores are off by "),
-        (20 + graph_check.N_MORE // 2, one_wrong_logit, "rows scores are off by "),
+        (N_MORE + 2, one_wrong_logit, "rows scores are off by "),
         (5, lambda frame: frame.logits.fill_(float("nan")), "scores are off by inf of their range"),
     ],
 )
@@ -487,7 +499,7 @@ def test_steps_that_take_longer_are_refused_unless_they_are_asked_for(folder, mo
 def test_the_check_fits_small_batches_and_short_contexts(folder):
     assert in_slots(folder(), batch_tokens=100).verdict.trials[0].longest == 25
     assert in_slots(folder(), batch_tokens=40).verdict.reason == "batches of 40 tokens are too small"
-    assert {each.longest for each in in_slots(folder(), max_context=30).verdict.trials} == {9}
+    assert {each.longest for each in in_slots(folder(), max_context=N_MORE + 9).verdict.trials} == {9}
     large = in_slots(folder(), batch_tokens=30_000)
     assert [(each.n_rows, each.longest) for each in large.verdict.trials] == [
         *((1, 40), (32, 60), (4, 1500)),
