@@ -21,10 +21,8 @@ LOCAL = ("submit", "--executor", "local", "--device", "cpu")
 FP32 = {"precision": "fp32"}
 SAMPLED = {"temperature": 1.1, "top_p": 0.9}
 CASES = {
-    "static": ("llama", FP32 | {"batching": "static"}, {}),
-    "static sampled": ("qwen3", FP32 | {"batching": "static"}, SAMPLED),
-    "continuous": ("llama", FP32 | {"batching": "continuous"}, {}),
-    "continuous sampled": ("llama", FP32 | {"batching": "continuous"}, SAMPLED),
+    "static": ("llama", FP32 | {"batching": "static"}, SAMPLED),
+    "continuous": ("qwen3", FP32 | {"batching": "continuous"}, SAMPLED),
     "a mixture of experts": ("gpt_oss", FP32 | {"batching": "static"}, {}),
 }
 N_REQUESTS = 6
