@@ -186,6 +186,10 @@ def _refuse_given_twice(values: Overrides) -> None:
         if table == "sweep":
             raise SlurmGPUError(f"{source} has [sweep], but slurmgpu.map makes one run. Call it once for each value.")
         if table == "settings":
+            if key in Resources.model_fields:
+                raise SlurmGPUError(
+                    f"{source} has {key!r}, a key of [resources]. Write it as an argument: map(…, {key}=…)."
+                )
             raise SlurmGPUError(
                 f"{source} has the setting {key!r}, but a function has no settings. Pass values to the function with "
                 f"functools.partial or `load`."

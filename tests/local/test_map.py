@@ -551,6 +551,10 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
             "overrides has the setting 'batched', but a function has no settings",
         ),
         (
+            {**one, "overrides": {"device": "cpu"}},
+            r"overrides has 'device', a key of \[resources\]. Write it as an argument",
+        ),
+        (
             {**one, "items": pd.DataFrame({"id": [1, "a7", None]})},
             r"The column 'id' has values of several types, int, str; expected one. Write df\['id'\] =",
         ),
