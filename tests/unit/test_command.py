@@ -809,6 +809,16 @@ def test_a_bar_of_progress_is_no_reason(one):
         assert str(error).splitlines()[0] == f"{Path(sys.executable).name} exited with code 3"
 
 
+def test_the_reason_of_a_pipe_of_bash_is_its_process_that_died_and_the_same_in_each_call(tmp_path, monkeypatch):
+    (tmp_path / "pipe.sh").write_text("set -o pipefail\nbash -c 'kill -SEGV $$' | cat")
+    command = loaded(tmp_path, monkeypatch, run=["bash", "pipe.sh", "{text}"])
+    errors = [str(error) for error in command(items("a", "a"))]
+    assert errors[0] == errors[1]
+    first, _, *lines = errors[0].splitlines()
+    assert first == "bash exited with code 139 (SIGSEGV): pipe.sh: line 2: Segmentation fault bash -c 'kill -SEGV $$'"
+    assert len(lines) == 2
+
+
 def test_the_headline_of_an_error_is_what_was_raised_also_behind_what_a_launcher_prints(one):
     [error] = one(f"{LAUNCHER}\nsay('ValueError: the tokenizer has no pad token')")(items("a"))
     first, title, *lines = str(error).splitlines()

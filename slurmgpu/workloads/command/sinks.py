@@ -17,6 +17,12 @@ OF_GPUS = "CUDA", "NVML", "NVIDIA", "GPU"
 """Words in an error that make the worker check whether its GPUs still work."""
 _BAR = re.compile(r"\d%\|.*\||[━╸╺█▏▎▍▌▋▊▉]{4}")
 """Progress bars of tqdm and Rich."""
+_JOB = re.compile(
+    r"^(.*: line \d+:)? +\d+ (Done|Exit \d+|Killed|Terminated|Aborted|Segmentation fault|Bus error|Illegal instruction|"
+    r"Floating point exception|Broken pipe) {2,}"
+)
+"""What bash says of a process that died, and of others of its pipe, with a number that differs from call to call."""
+_OTHER_OF_PIPE = re.compile(r" ?(?:Done|Exit \d+) \|")
 _OF_HYDRA = "HYDRA_FULL_ERROR=1"
 _RAISED = re.compile(r"(?:\[[\w ]+\]:? ?)?(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?:: |:?$)|\s*what\(\): ")
 """The line that ends a Python traceback, perhaps with torchrun's rank before it, or reports a C++ exception."""
@@ -117,15 +123,15 @@ class ToLog:
         if of_error and (told := self.told()):
             return told
         lines = self.tail().split("\n")
-        shown = [line for line in lines if not _BAR.search(line)] or [""]
+        shown = [line for line in lines if not (_BAR.search(line) or _OTHER_OF_PIPE.match(line))] or [""]
         ordered = shown if _OF_HYDRA in shown[-1] else shown[::-1]
         return next((line for line in ordered if any(map(str.isalnum, line))), shown[-1])
 
     def _shown(self, line: str) -> str:
-        """A line as a terminal shows it, without the paths of temporary files."""
+        """A line as a terminal shows it, without the paths of temporary files and bash's numbers of processes."""
         for path, name in self._names.items():
             line = line.replace(path, name)
-        return line.rstrip("\r").rpartition("\r")[2].rstrip()
+        return _JOB.sub(r"\1 \2 ", line.rstrip("\r").rpartition("\r")[2].rstrip())
 
     def _note(self, line: bytes) -> None:
         """Keep a line that ends a traceback."""
