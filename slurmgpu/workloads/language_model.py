@@ -29,6 +29,7 @@ from slurmgpu.llm.prompts.structures import check_structure
 from slurmgpu.llm.prompts.templates import Prompts
 from slurmgpu.llm.server_engine.settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
+from slurmgpu.llm.transformers_engine.quantization import check_package
 from slurmgpu.util.packages import check_imports, check_transformers
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import Item, Placement, Share, TaskContext
@@ -147,11 +148,18 @@ class LanguageModelWorkload:
         return [*found, *self._image_folders]
 
     def check_here(self) -> None:
-        """Refuse a machine without the engine's packages, if tasks run in this Python."""
+        """Refuse a machine without the packages of the engine and the settings, if tasks run in this Python."""
         if self.options.engine == "transformers":
             check_transformers('engine = "transformers" needs')
+            check_imports('engine = "transformers" needs', {"accelerate": "accelerate"}, "pip install 'slurmgpu[llm]'")
+            if self.options.model.quantization is not None:
+                check_package(self.options.model.quantization)
+            if self.options.adapters.sources:
+                check_imports("adapter needs", {"peft": "peft"}, "pip install 'slurmgpu[lora]'")
         elif self.options.engine == "vllm":
             check_imports('engine = "vllm" needs', {"vllm": "the package vllm"}, "install it")
+        if self.options.images and self.options.engine != "vllm":
+            check_imports("images needs", {"PIL": "Pillow"}, "pip install 'slurmgpu[images]'")
 
     @property
     def _image_folders(self) -> list[Path]:

@@ -1,5 +1,6 @@
 """Where models go: their memory, from headers and config.json alone, and what is decided before anything is queued."""
 
+import importlib.util
 import itertools
 import json
 import re
@@ -26,6 +27,9 @@ from slurmgpu.plan.run_file import parse_resources, size_bytes
 from slurmgpu.util import packages
 from slurmgpu.workload import Share
 from tests.support.big_models import LLAMA_70B, llama_tensors, write_model
+from tests.support.tiny_adapters import make_adapter
+from tests.support.tiny_models import make_llama
+from tests.support.tiny_vision_models import make_llava
 
 PARAMETERS_70B = 70_553_706_496
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "70b-judge.md"
@@ -652,6 +656,36 @@ def test_an_engine_that_this_python_cannot_import_is_refused_where_tasks_run_in_
         r'engine = "transformers" needs PyTorch and transformers, which .*: pip install \'slurmgpu\[llm\]\', or set'
     )
     with pytest.raises(SlurmGPUError, match=refused), draft_run(folder / "slurmgpu.toml"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("missing", "suffix", "settings", "refused"),
+    [
+        (("accelerate",), "", {}, r'engine = "transformers" needs accelerate, .*\[llm\]'),
+        (("peft",), "", {"adapter": "adapter"}, r"adapter needs peft, .*\[lora\]"),
+        (("bitsandbytes",), "-4bit", {}, r"The 4bit variant of a model needs bitsandbytes, .*\[quantized\]"),
+        (("bitsandbytes", "torchao"), "-8bit", {}, r"The 8bit variant .* bitsandbytes, .*\[quantized\]"),
+        (("torchao",), "-fp8", {}, r"The fp8 variant of a model needs torchao, .*\[quantized\]"),
+        (("PIL",), "", {"images": "prompt"}, r"images needs Pillow, .*\[images\]"),
+    ],
+)
+def test_a_setting_whose_package_is_missing_is_refused_with_its_extra_before_anything_is_queued(
+    judging, monkeypatch, missing, suffix, settings, refused
+):
+    folder = judging(gpus=0)
+    model = (make_llava if "images" in settings else make_llama)(folder / "model")
+    if "adapter" in settings:
+        make_adapter(folder / "adapter", model, seed=1)
+    given = {"settings": {"model": f"model{suffix}", "max_tokens": 4, **settings}}
+    with draft_run(folder / "slurmgpu.toml", given):  # nothing is missing
+        pass
+    for name in missing:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = importlib.util.find_spec
+    for module in (importlib.util, packages):
+        monkeypatch.setattr(module, "find_spec", lambda name, *of: None if name in missing else found(name, *of))
+    with pytest.raises(SlurmGPUError, match=refused), draft_run(folder / "slurmgpu.toml", given):
         pass
 
 

@@ -12,8 +12,12 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
+from slurmgpu.util.packages import check_imports
 
 log = logging.getLogger(__name__)
+
+EXTRA = "slurmgpu[quantized]"
+"""The extra with the packages that quantise."""
 
 
 def quantization_config(options: EngineOptions, place: Place) -> Any:
@@ -33,7 +37,8 @@ def quantization_config(options: EngineOptions, place: Place) -> Any:
     if importlib.util.find_spec(package) is None:
         raise SlurmGPUError(
             f"{options.model.name}: the {variant} variant needs the Python package {package}, which is not installed "
-            f"here. Add `pip install {package}` to the image's definition, or remove the suffix of the model's name."
+            f"here: pip install '{EXTRA}'; for an image, add `pip install {package}` to its definition. Or remove the "
+            "suffix of the model's name."
         )
     log.info("quantising %s to %s with %s", options.model.folder, variant, package)
     return _torchao(variant) if package == "torchao" else _bitsandbytes(variant, options.precision)
@@ -45,6 +50,14 @@ def is_int8(model: Any) -> bool:
     It computes columns that are large in any row of a call in 16 bits, so a row's result depends on its neighbours.
     """
     return bool(getattr(model, "is_loaded_in_8bit", False))
+
+
+def check_package(variant: str) -> None:
+    """Refuse a machine without any of the packages that make the variant, if tasks run in this Python."""
+    able = [package_for(variant, tensor_parallel=is_split) for is_split in (False, True)]
+    if not any(importlib.util.find_spec(name) for name in able if name is not None):
+        needed = {name: name for name in able[:1] if name is not None}
+        check_imports(f"The {variant} variant of a model needs", needed, f"pip install '{EXTRA}'")
 
 
 def package_for(variant: str, *, tensor_parallel: bool) -> str | None:
