@@ -215,6 +215,27 @@ def _blame(function: Any, met: set[int], found: dict[str, str]) -> None:
                 found[name] = str(error)
 
 
+def of_cpu(function: Any) -> list[str]:
+    """The variables of a function, and of what it uses, that name the CPU as PyTorch's device."""
+    found: dict[str, None] = {}
+    met, todo = {id(function)}, [function]
+    while todo:
+        for name, value in _used_by(todo.pop()):
+            if (isinstance(value, str) or _is_device(value)) and str(value) == "cpu":
+                found[name] = None
+            elif (
+                isinstance(value, _WITH_VARIABLES) and not (callable(value) and name_of(value)) and id(value) not in met
+            ):
+                met.add(id(value))
+                todo.append(value)
+    return list(found)
+
+
+def _is_device(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.device)
+
+
 def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
     """The values that a function holds or reads, with the names of their variables."""
     if isinstance(function, functools.partial):

@@ -142,6 +142,8 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         refuse_other_modules(draft.code.files, modules, base)
         if "pickled" in settings:
             _refuse_other_python(draft)
+            if asked.gpus and asked.device == "auto" and executor_named(asked.executor).queues:
+                _warn_of_cpu(function, load)
         submission_of(draft, inject=inject)  # finds errors before an item is computed
         if known is None:
             draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
@@ -239,6 +241,17 @@ def _refuse_other_python(draft: Draft) -> None:
         raise SlurmGPUError(
             f"The image has Python {found}, but this is Python {here}, so a function cannot be sent there by value. "
             f"Put it into a module, which tasks import, or call map in Python {'.'.join(found.split('.')[:2])}."
+        )
+
+
+def _warn_of_cpu(*given: Callable[..., Any] | None) -> None:
+    """Warn of `device = "cuda" if torch.cuda.is_available() else "cpu"` where there is no GPU, as on a login node."""
+    names = {name: None for each in given if each is not None for name in pickling.of_cpu(each)}
+    if names:
+        log.warning(
+            "%s: 'cpu' was chosen on this machine, and goes with the function to tasks that have GPUs. Choose the "
+            "device in `load`, which runs there: load(task) has it as task.device.",
+            ", ".join(names),
         )
 
 

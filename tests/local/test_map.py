@@ -297,6 +297,31 @@ def test_a_file_that_a_function_by_value_reads_is_told_and_part_of_its_code(tmp_
         assert (merged["result"][:].tolist(), merged.code.tolist()) == ([2.0, 4.0], [now, now])
 
 
+def test_a_device_that_was_chosen_where_there_is_no_gpu_is_told(caplog, monkeypatch):
+    device, name, other = "cpu", "cpu", "cpus"
+
+    def load():
+        return {device: 1}
+
+    class Scaled:
+        place = name
+
+        def of(self, item, loaded):
+            return float(item * loaded[self.place]), other
+
+    asked = {"load": load, "columns": "float64", "overrides": {"html": False}}
+    monkeypatch.setenv("PATH", "")  # there is no sbatch
+    for options, is_told in (
+        ({"executor": "slurm"}, True),
+        ({"executor": "slurm", "device": "cpu"}, False),
+        ({"executor": "slurm", "gpus": 0}, False),
+    ):
+        caplog.clear()
+        with pytest.raises(SlurmGPUError, match="sbatch"):
+            slurmgpu.map(Scaled().of, [1, 2], **options, **asked)
+        assert ("place, device: 'cpu' was chosen on this machine" in caplog.text) == is_told
+
+
 def test_a_bad_item_of_the_first_batch_keeps_no_column_from_being_learnt():
     def lengths(items):
         return [len(item) / bool(item) for item in items]

@@ -5,6 +5,7 @@ import torch
 
 from slurmgpu import SlurmGPUError
 from slurmgpu.code import functions
+from slurmgpu.code.pickling import of_cpu
 from slurmgpu.code.value_digest import digest_of
 
 
@@ -26,6 +27,11 @@ def test_tensors_on_the_cpu_travel(tmp_path):
     packed = functions.pack({"function": by_value(lambda item: int(weights[item])), "load": None}, tmp_path)
     (tmp_path / functions.PICKLE).write_bytes(packed.content)
     assert functions.unpack(tmp_path / functions.PICKLE, packed.record)["function"](2) == 2
+
+
+def test_devices_that_are_the_cpu_are_found_by_their_variables():
+    here, there, text, ones = torch.device("cpu"), torch.device("cuda:1"), "cpu", torch.ones(1)
+    assert sorted(of_cpu(by_value(lambda item: (here, there, text, ones)))) == ["here", "text"]
 
 
 def test_a_tensor_is_known_by_its_content():
