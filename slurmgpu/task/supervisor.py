@@ -191,7 +191,8 @@ class Task:
             return code
         except StoppedError as stopped:
             self._hear_out(signals.events)
-            if self.record["reason"] in GOOD_ENDS and not self._works():
+            is_over = self.record["reason"] in GOOD_ENDS and self.record["failure"] is None
+            if is_over and not self._works():
                 return self._end_of_work()
             return self._stopped(stopped.signum)
 

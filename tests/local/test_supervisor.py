@@ -136,6 +136,13 @@ os.wait()
     assert (code, len(record["deaths"])) == (0, 1)
 
 
+def test_a_worker_that_failed_at_its_end_has_not_done_its_work_when_a_signal_stops_it(work):
+    failed = 'tell("failed", **{"class": "disk_full", "message": "no room", "traceback": ""})'
+    heard = "tell('ready', load_s=0.0, resumes=False)\nwhile 'no room' not in open(sys.argv[1]).read():\n    pass\n"
+    code, record = work(f"{ENDS}; {failed}; {heard}to_task(signal.SIGTERM); time.sleep(600)")
+    assert (code, record["failure"]) == (75, "preempted")
+
+
 def test_a_signal_ends_a_worker_that_keeps_no_progress_at_once_and_its_shard_is_given_back(work):
     code, record = work("begin(); to_task(signal.SIGTERM); time.sleep(600)")
     assert (code, record["failure"], record["message"]) == (
