@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from slurmgpu.code import names_in_shell
@@ -48,6 +49,8 @@ _OF_RESOURCES = frozenset({"importlib.resources", "importlib_resources", "pkguti
 _FOLDER = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*/?")
 _DEEPEST = 3
 """How many folders, each named in the one before, are followed."""
+_MANY_NAMED = 100
+"""A folder in which a file names more holds data, such as images by their classes."""
 _OF_TRACKERS = frozenset({"wandb", "mlruns", "lightning_logs", "__pycache__"})
 
 
@@ -409,26 +412,21 @@ class Tracer:
         found: dict[Path, None] = {}
         for _ in range(_DEEPEST):
             for folder in (*folders, *found):
-                inner = self._folders_in(folder)
-                found |= {
-                    folder / name: None
-                    for name in sorted(names)
-                    if name.partition("/")[0] in inner and is_folder(folder / name, BRIEF_PATIENCE_S)
-                }
-        return [folder for folder in found if folder not in folders]
+                present = self._names_in(folder)
+                paths = [folder / name for name in sorted(names) if name.partition("/")[0] in present]
+                inner = [path for path in paths if is_folder(path, BRIEF_PATIENCE_S)]
+                if len(inner) <= _MANY_NAMED:
+                    found |= dict.fromkeys(inner)
+        return [each for each in found if each not in folders and not is_file(each / "run.json", BRIEF_PATIENCE_S)]
 
-    def _folders_in(self, folder: Path) -> frozenset[str]:
-        """The names of the folders in a folder; none in one that holds data, or a run. It is listed once."""
+    def _names_in(self, folder: Path) -> frozenset[str]:
+        """The names of what is in a folder; none in one that holds data, or a run. It is listed once."""
         if folder not in self._listed:
             names = set[str]()
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
-                for number, entry in enumerate(entries):
-                    if number > MANY_BESIDE_CONFIGURATIONS or entry.name in _OF_A_RUN:
-                        names.clear()
-                        break
-                    if entry.is_dir():
-                        names.add(entry.name)
-            self._listed[folder] = frozenset(names)
+                names.update(entry.name for entry in islice(entries, MANY_BESIDE_CONFIGURATIONS + 1))
+            is_named = len(names) <= MANY_BESIDE_CONFIGURATIONS and not names & _OF_A_RUN
+            self._listed[folder] = frozenset(names) if is_named else frozenset()
         return self._listed[folder]
 
     def _folders_of(self, name: str) -> tuple[Path, ...]:

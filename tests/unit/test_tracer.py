@@ -93,6 +93,20 @@ def test_what_code_reads_in_a_folder_that_it_names_before_is_known(tmp_path, mon
     assert [file.path for file in tracer.finish().read] == [str(folder / "pkg" / "data" / "words.txt")]
 
 
+def test_links_that_lead_nowhere_runs_and_folders_with_data_do_not_change_what_is_known_as_read(tmp_path):
+    many = [f"class_{number}" for number in range(101)]
+    for path in ("data/words.txt", "runs/digits/run.json", *(f"images/{name}/words.txt" for name in many)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    for name in many:
+        (tmp_path / name).symlink_to(name)  # a loop
+    texts = ["data", "images", "runs/digits", "words.txt", "run.json", *many]
+    (tmp_path / "one.py").write_text("\n".join(f"x = {text!r}" for text in texts))
+    tracer = Tracer(tmp_path, None)
+    tracer.add_module("one")
+    assert [file.name for file in tracer.finish().read] == ["data/words.txt"]
+
+
 def test_what_a_module_of_an_editable_install_reads_further_up_is_known(tmp_path, monkeypatch):
     for path in ("words.txt", "src/pkg/__init__.py", "src/pkg/words.txt", "src/pkg/models/__init__.py"):
         (tmp_path / "project" / path).parent.mkdir(parents=True, exist_ok=True)
