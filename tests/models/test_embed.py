@@ -348,6 +348,15 @@ def test_a_checkpoint_that_lacks_weights_other_than_a_pooler_is_refused(tmp_path
         loaded(model=str(folder))
 
 
+def test_a_model_whose_own_code_loads_its_weights_and_reports_nothing_is_taken(tmp_path, monkeypatch):
+    from transformers import AutoModel
+
+    folder = save_encoder(tmp_path, "bert")
+    usual, load = vectors(loaded(model=folder), "the cat"), AutoModel.from_pretrained
+    monkeypatch.setattr(AutoModel, "from_pretrained", lambda **arguments: load(**arguments)[0])
+    assert np.array_equal(vectors(loaded(model=folder), "the cat"), usual)
+
+
 def test_an_embedding_that_the_column_cannot_hold_is_an_error_of_its_item(tmp_path):
     from torch.nn.init import constant_
     from transformers import AutoModel

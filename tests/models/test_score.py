@@ -129,6 +129,18 @@ def test_a_reward_is_that_of_the_whole_chat_alone_whatever_pads_the_batch(tmp_pa
     assert_close([row["score"] for row in messages], np.ravel(expected))
 
 
+def test_a_model_without_a_vocabulary_scores_texts_of_any_characters(tmp_path):
+    from transformers import CanineConfig, CanineForSequenceClassification, CanineTokenizer
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CanineConfig(**sizes, num_labels=1, num_hash_buckets=64, max_position_embeddings=512)
+    CanineForSequenceClassification(config).save_pretrained(tmp_path)
+    CanineTokenizer().save_pretrained(tmp_path)
+    tokens = CanineTokenizer()("漢字")["input_ids"]
+    [row] = rows_of(loaded(tmp_path, prompt="{text}"), [{"text": "漢字"}])
+    assert_close(row["score"], by_transformers(tmp_path, "SequenceClassification", [tokens])[0])
+
+
 def test_a_pair_has_the_segments_and_separators_of_its_tokenizer(tmp_path):
     from tokenizers import processors
     from transformers import AutoTokenizer

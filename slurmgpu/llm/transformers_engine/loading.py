@@ -70,7 +70,11 @@ class Loaded:
     def n_known(self) -> int:
         """The number of tokens that the model has embeddings for: Llama 3.2 Vision's has 8 more than its vocabulary."""
         named = getattr(self.model.config.get_text_config(), "vocab_size", None) or sys.maxsize
-        return max(named, getattr(self.model.get_input_embeddings(), "num_embeddings", 0))
+        try:
+            embeddings = self.model.get_input_embeddings()
+        except NotImplementedError:  # of CANINE, which takes any character, and of some models with their own code
+            return named
+        return max(named, getattr(embeddings, "num_embeddings", 0))
 
 
 def load_model(options: EngineOptions, place: Place) -> Loaded:
@@ -251,10 +255,12 @@ def _distributed(place: Place, config: Any) -> Any:
 
 
 def from_pretrained(arguments: dict[str, Any], auto: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A model loaded by the Auto class, and transformers' report about its checkpoint."""
+    """A model loaded by the Auto class, and transformers' report about its checkpoint.
+
+    Nothing is reported of a model whose own code loads its weights, as nomic-embed-text's does.
+    """
     # Otherwise the report is a warning with a table, or an error that refers to that table.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    found: tuple[Any, Mapping[str, Any]]
     try:
         found = auto.from_pretrained(**arguments)
     except ValueError as error:
@@ -270,7 +276,7 @@ def from_pretrained(arguments: dict[str, Any], auto: Any) -> tuple[Any, Mapping[
             f"This version of transformers cannot split the model over this number of GPUs: {error} Use another number "
             f'of GPUs, or a later transformers; or set processes = "one" in [resources], which spreads the layers.'
         ) from error
-    return found
+    return found if isinstance(found, tuple) else (found, {"missing_keys": (), "mismatched_keys": ()})
 
 
 def check_whole(model: Any, report: Mapping[str, Any], name: str, advice: str, unused: str = "") -> None:
