@@ -21,6 +21,7 @@ FORMATS = Plugins(
     "slurmgpu.inputs.formats.Format",
     {
         "jsonl": "slurmgpu.inputs.lines:Jsonl",
+        "json": "slurmgpu.inputs.json_lists:Json",
         "csv": "slurmgpu.inputs.lines:Csv",
         "txt": "slurmgpu.inputs.lines:Txt",
         "files": "slurmgpu.inputs.file_items:Files",
@@ -38,10 +39,6 @@ _OF_TABS = (
     " Its columns are separated by tabs. Write it with commas, in Python: "
     "pandas.read_csv(path, sep='\\t').to_csv('items.csv', index=False)."
 )
-_OF_JSON = (
-    " If it has one object per line, name it .jsonl. If it is one list of objects, convert it: "
-    "jq -c '.[]' items.json > items.jsonl."
-)
 _OF_EXCEL = " Write it as CSV, in Python: pandas.read_excel(path).to_csv('items.csv', index=False)."
 _OF_HDF5 = (
     " Write its arrays as .npz: np.savez('items.npz', **{name: file[name][:] for name in file}), with file = "
@@ -53,7 +50,6 @@ _OF_FASTA = (
 )
 _CONVERTED = {
     **dict.fromkeys((".tsv", ".tab"), _OF_TABS),
-    ".json": _OF_JSON,
     **dict.fromkeys((".xlsx", ".xls"), _OF_EXCEL),
     **dict.fromkeys((".hdf5", ".hdf"), _OF_HDF5),
     **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), _OF_FASTA),
@@ -122,7 +118,8 @@ class Format(ABC):
     """Whether `index` records the offsets of items for `open`."""
     may_be_compressed: ClassVar[bool] = False
     """Whether compressed files, with a further suffix such as `.gz`, are repacked at planning."""
-
+    is_repacked: ClassVar[bool] = False
+    """Whether files are repacked at planning that are not compressed, too."""
     grows: ClassVar[bool] = False
     """Whether appending to a file leaves its earlier items unchanged."""
 
@@ -181,6 +178,11 @@ def _names() -> list[str]:
 def is_compressed(path: Path, its_format: Format) -> bool:
     """Whether a file is compressed in a way that its format does not read itself, by its name."""
     return suffix_of(path) is not None and not its_format.recognises(path)
+
+
+def is_repacked(path: Path, its_format: Format) -> bool:
+    """Whether a file has no random access."""
+    return its_format.is_repacked or is_compressed(path, its_format)
 
 
 def _query_of(path: Path, suffix: str) -> str:

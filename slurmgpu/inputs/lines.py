@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -23,10 +24,12 @@ from slurmgpu.inputs.records import RecordFinder, split
 _JSON_NAMES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
 _OF_LINES = {
     "{": "an object over several lines: jq -c . OLD > NEW writes each in one",
-    "[": "a list over several lines: jq -c '.[]' OLD > NEW writes each of its objects in a line",
+    "[": "a list over several lines: name the file .json",
 }
 _DECODER = json.JSONDecoder()
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
+"""The byte order mark of UTF-8."""
+
 _HEAD_BYTES = 1 << 16
 _N_RECORDS = 100
 _N_SAMPLED_CHUNKS = 64  # in each file, evenly spread
@@ -43,6 +46,8 @@ class Lines(Format):
     has_header: ClassVar[bool] = False
     trims: ClassVar[bool] = True
     """Whether trailing newlines are ignored."""
+    unit: ClassVar[str] = "line"
+    """What errors call an item."""
 
     @abstractmethod
     def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
@@ -52,22 +57,26 @@ class Lines(Format):
         """The column names, for formats with a header; SlurmGPUError if the header is invalid."""
         raise NotImplementedError
 
+    def lines_in(self, file: BinaryIO, path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
+        """The decompressed content of a file as a stream; see `decompressing`."""
+        return decompressing(file, path)
+
     def preview(self, file: BinaryIO, found: Preview) -> Preview:
         """The range of the records, the columns of the header, and the keys of the first objects."""
         end = self._end_of_records(file, found.size_bytes)
         file.seek(0)
-        begin = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+        begin = len(BOM) if file.read(len(BOM)) == BOM else 0
         found = replace(found, begin=begin, end=end)
         return found if found.is_empty else self._preview_records(self._first_records(file, found), found)
 
     def preview_stream(self, stream: BinaryIO, found: Preview) -> Preview:
         """Like `preview`, for a file that can only be read from its beginning; `end` is after the first items."""
-        head, size = b"", len(_BOM) + _HEAD_BYTES
+        head, size = b"", len(BOM) + _HEAD_BYTES
         while True:
             head += stream.read(size + 1 - len(head))
             if len(head) <= size:
                 return self.preview(io.BytesIO(head), replace(found, size_bytes=len(head)))
-            begin = len(_BOM) if head.startswith(_BOM) else 0
+            begin = len(BOM) if head.startswith(BOM) else 0
             found = replace(found, begin=begin, end=size + 1)
             records = self._first_records(io.BytesIO(head[:size]), found)
             if len(records) > 1:
@@ -114,7 +123,7 @@ class Lines(Format):
 
     def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
         """All items of a file."""
-        with open(path, "rb") as file, decompressing(file, path) as stream:
+        with open(path, "rb") as file, self.lines_in(file, path) as stream:
             content = stream.read()
         found = self.preview(io.BytesIO(content), Preview(str(path), len(content), 0))
         if not found.is_empty:
@@ -160,6 +169,7 @@ class Csv(Lines, format="csv"):
     """CSV as in RFC 4180, with a header."""
 
     quoting = has_header = True
+    unit = "record"
 
     def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
         """The fields by the header's names."""
@@ -173,7 +183,7 @@ class Csv(Lines, format="csv"):
         try:
             columns = tuple(_csv_fields(record.removesuffix(b"\r")))
         except ItemError as error:
-            raise _refused(f"{path}, header: {error}") from error
+            raise refused(f"{path}, header: {error}") from error
         refuse_doubled(columns, f"{path}, header")
         if len(columns) == 1 and (marks := [mark for mark in ";\t" if mark in columns[0]]):
             raise SlurmGPUError(
@@ -207,21 +217,20 @@ class LineParser:
     columns: Sequence[str] | None
 
     def parse(self, item: int, record: bytes) -> Mapping[str, Any] | ItemError:
-        """The data of the file's `item`-th item, from 0; an ItemError, which names the line, if it is malformed.
+        """The data of the file's `item`-th item, from 0; an ItemError if it is malformed.
 
-        If records may span lines, the error names the record instead, counted from 1 after the header.
+        The error names its line; if items may span lines, their number instead, from 1, without the header.
         """
         try:
             return self.format.parse(record.removesuffix(b"\r"), self.columns or ())
         except ItemError as error:
-            place = "record" if self.format.quoting else "line"
-            return ItemError(f"{self.path}, {place} {item + 1}: {error}")
+            return ItemError(f"{self.path}, {self.format.unit} {item + 1}: {error}")
 
     def check(self, item: int, record: bytes) -> Mapping[str, Any]:
         """Like `parse`, but a malformed record is a SlurmGPUError, for planning."""
         data = self.parse(item, record)
         if isinstance(data, ItemError):
-            raise _refused(str(data))
+            raise refused(str(data))
         return data
 
     def check_sample(self, item: int, chunk: bytes, starts: NDArray[np.intp]) -> None:
@@ -272,7 +281,7 @@ def _decode(record: bytes) -> str:
         raise ItemError(f"{_NOT_UTF8}{record[error.start]:02x} at byte {error.start + 1}") from error
 
 
-def _refused(found: str) -> SlurmGPUError:
+def refused(found: str) -> SlurmGPUError:
     """The error for an input that has such a record."""
     if _NOT_UTF8 not in found:
         return SlurmGPUError(f"{found}. Correct it and plan again.")

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs.compression import decompressing
 from slurmgpu.inputs.formats import CHUNK_BYTES, Preview, refuse_changed, refuse_doubled
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.lines import LineParser, Lines, sampling_distance
@@ -185,7 +184,7 @@ def _not_of_arrow(table: Any, error: Exception) -> SlurmGPUError:
 
 
 def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[[int], None]) -> InputFile:
-    """Repack a file of lines, which may be compressed. It has the same items and errors as the plain file.
+    """Repack a file of lines, or of what its format gives as lines. It has the items and errors of the plain file.
 
     `advance` is called with the number of bytes read from the file.
     """
@@ -196,7 +195,7 @@ def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[
         ThreadPoolExecutor(1) as beside,
     ):
         hashed, packer = _Hashed(file, found.size_bytes, advance), _LinePacker(its_format, found, groups)
-        with decompressing(cast(BinaryIO, io.BufferedReader(hashed, CHUNK_BYTES)), source) as stream:
+        with its_format.lines_in(cast(BinaryIO, io.BufferedReader(hashed, CHUNK_BYTES)), source) as stream:
             for chunk, is_last in _until_end(_ahead(stream, beside), found.path, trims=its_format.trims):
                 packer.add(chunk, is_last=is_last)
         refuse_changed(found, os.fstat(file.fileno()))

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs.compression import decompressing
-from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of, is_compressed, refuse_changed
+from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of, is_repacked, refuse_changed
 from slurmgpu.inputs.hub import origin
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.lines import Lines
@@ -40,12 +39,12 @@ def scan(
     memory; `progress` is called with the bytes read so far and in total. `of_format` overrides the format of the files'
     names.
 
-    If a file is compressed, all are repacked in the folder that `room` returns, by default the folder of the index.
+    If a file has no random access, all are repacked in the folder that `room` returns, by default that of the index.
     """
     its_format = of_format or format_of(paths)
-    compressed = [path for path in paths if is_compressed(path, its_format)]
-    if compressed:
-        check_pyarrow(f"{compressed[0]} is repacked, which needs", in_tasks=True)
+    without_access = [path for path in paths if is_repacked(path, its_format)]
+    if without_access:
+        check_pyarrow(f"{without_access[0]} is repacked, which needs", in_tasks=True)
     previews = [_preview(path, its_format) for path in paths]
     _refuse_mixed(previews)
     total, done = sum(found.size_bytes for found in previews), 0
@@ -56,7 +55,7 @@ def scan(
         if progress:
             progress(done, total)
 
-    if compressed:
+    if without_access:
         assert isinstance(its_format, Lines)
         folder = (room() if room else index.parent) / FOLDER
         packed = tuple(
@@ -115,8 +114,8 @@ def _preview(path: Path, its_format: Format) -> Preview:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             found = Preview(str(path), status.st_size, status.st_mtime_ns)
-            if isinstance(its_format, Lines) and is_compressed(path, its_format) and status.st_size:
-                with decompressing(file, path) as stream:
+            if isinstance(its_format, Lines) and is_repacked(path, its_format) and status.st_size:
+                with its_format.lines_in(file, path) as stream:
                     seen = its_format.preview_stream(stream, found)
                 found = replace(seen, size_bytes=found.size_bytes)
             else:

@@ -47,7 +47,7 @@ class InputSpec:
     """An input: its files in order, all of one format, and its number of items.
 
     `stride` is the distance of indexed items. `columns` are the names in every item of a csv, parquet or h5 input; None
-    for jsonl and txt. `ranges` are the items of the files that the input uses, as (start, stop); None for all.
+    for jsonl, json and txt. `ranges` are the items of the files that the input uses, as (start, stop); None for all.
     `folders` are the folders of items that are files themselves. `repacked` files are Parquet files in the run
     directory, whatever the format of their source.
     """

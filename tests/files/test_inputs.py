@@ -87,8 +87,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
         ("parts.csv", r"parts.csv is a directory.*'.*/parts.csv/\*.jsonl'"),
         ("*.csv", "parts.csv is a directory"),
         ("de*", "matches no file"),
-        ("a.json", r"a.json has the suffix '.json'; expected .jsonl, .csv, .txt,"),
-        ("a.json", r"'.json'; expected .* name it \.jsonl. If it is one list of objects.* jq -c '\.\[\]' items\.json"),
+        ("a.pdb", r"a.pdb has the suffix '.pdb'; expected .jsonl, .json, .csv, .txt,"),
         ("a.hdf5", r"'.hdf5'; expected .* np\.savez\('items\.npz', .* If it is the merged file of a run, name it \.h5"),
         ("a.tsv", r"'.tsv'; expected .* separated by tabs. Write it with commas, .* If each"),
         ("a.db", r"'.db'; expected .* For a database write a query: 'sqlite:.*/a.db\?SELECT … ORDER BY …'\."),
@@ -104,7 +103,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
     ],
 )
 def test_what_cannot_be_an_input_is_refused(folder: Path, patterns: str | list[str], words: str) -> None:
-    put(folder, a_txt="1", b_jsonl="{}", a_json="{}", a_db="", a_tsv="", a_fa="", a_pdb="", a_hdf5="")
+    put(folder, a_txt="1", b_jsonl="{}", a_db="", a_tsv="", a_fa="", a_pdb="", a_hdf5="")
     (folder / "a.parquet.gz").write_bytes(b"")
     (folder / "parts.csv").mkdir()
     (folder / "deep").mkdir()
@@ -179,7 +178,7 @@ def test_progress_counts_every_byte(folder: Path) -> None:
         ("a.jsonl", "{}\r\n\r\n{}\r\n", "line 2: expected a JSON object, found an empty line"),
         ("a.jsonl", '{"a"\n: 1}\n', r"line 1: expected a JSON object, found text that is not JSON \(.* column 5\)"),
         ("a.jsonl", '{\n "a": 1\n}\n', "found an object over several lines: jq -c . OLD > NEW writes"),
-        ("a.jsonl", '[\n {"a": 1}\n]\n', r"found a list over several lines: jq -c '.\[\]' OLD > NEW"),
+        ("a.jsonl", '[\n {"a": 1}\n]\n', r"found a list over several lines: name the file \.json\. "),
         ("a.jsonl", b'{"a": "\xe4"}\n', "line 1: expected UTF-8, found 0xe4 at byte 8"),
         ("a.jsonl", '{"a": 1}\n' * 5000 + '{"a": ', "line 5001: expected a JSON object"),
         ("a.jsonl", "[" * 100_000, r"line 1: .* found text that is not JSON \(.*(recursion|overflow)"),
