@@ -387,11 +387,12 @@ class Tracer:
             self.notes.outputs[file.name] = sorted(named.outputs)
         if file.is_started and (into := named.output_folders | defaults):
             self.notes.output_folders[file.name] = sorted(into)
-        home = expanded("~")
+        homes = (expanded("~"), Path(os.path.realpath(expanded("~"))))  # which may be a link
         above = [
             folder
             for number, folder in enumerate(path.parents)
-            if folder.is_relative_to(self._base) or (number < n_above and not home.is_relative_to(folder))
+            if folder.is_relative_to(self._base)
+            or (number < n_above and not any(home.is_relative_to(folder) for home in homes))
         ]
         folders = tuple(dict.fromkeys((path.parent, *above, self._base)))
         texts = sorted(named.read_texts())

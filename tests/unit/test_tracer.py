@@ -121,6 +121,20 @@ def test_what_a_module_of_an_editable_install_reads_further_up_is_known(tmp_path
     assert [file.path for file in tracer.finish().read] == [str(tmp_path / "project" / "src" / "pkg" / "words.txt")]
 
 
+def test_home_and_what_is_above_it_are_not_searched_for_what_code_reads_also_behind_a_link(tmp_path, monkeypatch):
+    for path in ("words.txt", "me/words.txt", "me/pkg/__init__.py"):
+        (tmp_path / "disk" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "disk" / path).write_text("")
+    (tmp_path / "home").symlink_to("disk")
+    (tmp_path / "disk" / "me" / "pkg" / "net.py").write_text("X = Path(__file__).parents[2] / 'words.txt'\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "disk" / "me"))
+    for home, n_read in ((tmp_path / "home" / "me", 0), (tmp_path / "disk" / "me", 0), (tmp_path / "elsewhere", 1)):
+        monkeypatch.setenv("HOME", str(home))
+        tracer = Tracer(tmp_path / "lab", None)
+        tracer.add_module("pkg.net")
+        assert len(tracer.finish().read) == n_read
+
+
 PROSE = {
     "a document": "usage() {\n  cat <<EOF\nusage: x.sh ITEM > out.json\nEOF\n}",
     "echo": 'echo "Usage: CUDA_VISIBLE_DEVICES=0 $0 ITEM > out.json" >&2; exit 2',
