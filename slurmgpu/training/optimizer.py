@@ -96,7 +96,10 @@ def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> t
                 "torch.optim.Optimizer."
             )
         own = {id(each) for each in model.parameters() if each.requires_grad}
-        if own.isdisjoint(id(each) for group in made.param_groups for each in group["params"]):
+        given = [each for group in made.param_groups for each in group["params"]]
+        # Otherwise they may be copies that it writes back, as torchao's CPUOffloadOptimizer does.
+        are_of_a_model = all(isinstance(each, nn.Parameter) for each in given)
+        if are_of_a_model and own.isdisjoint(map(id, given)):
             raise SlurmGPUError(
                 f"{type(user).__name__}.optimizer(model) gave an optimizer without a trainable parameter of the model, "
                 "so nothing would be learned. Give it those of its argument model."

@@ -448,6 +448,34 @@ def test_groups_of_the_users_optimizer_keep_their_proportions(train):
     assert seen == [pytest.approx([0.1 * f, 0.4 * f]) for f in (1, 17 / 29, 5 / 29)]
 
 
+class OfCopies(torch.optim.SGD):
+    """Steps copies of the parameters, which it writes back, as torchao's CPUOffloadOptimizer does on a GPU."""
+
+    def __init__(self, parameters):
+        self.own = [*parameters]
+        super().__init__([each.detach().clone() for each in self.own], lr=0.1)
+
+    def step(self, closure=None):
+        copies = self.param_groups[0]["params"]
+        for own, copy in zip(self.own, copies, strict=True):
+            copy.grad = own.grad
+        super().step(closure)
+        for own, copy in zip(self.own, copies, strict=True):
+            own.data.copy_(copy)
+
+    def zero_grad(self, set_to_none=True):
+        for own in self.own:
+            own.grad = None
+
+
+def test_an_optimizer_may_step_copies_and_write_them_back(train):
+    found = []
+    for number, make in enumerate((OfCopies, lambda parameters: torch.optim.SGD(parameters, lr=0.1))):
+        user = wrong(optimizer=lambda self, model, make=make: found.append([*model.parameters()]) or make(found[-1]))
+        train(user, folder=f"training-{number}", epochs=1)
+    assert all(map(torch.equal, *found))
+
+
 def test_the_users_scheduler_takes_a_step_with_each_of_the_optimizer(train):
     class Scheduled(Exact):
         def scheduler(self, optimizer, n_steps):
