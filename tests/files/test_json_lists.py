@@ -169,11 +169,12 @@ def test_a_long_object_is_read_and_one_over_the_limit_is_refused(
         planned(tmp_path / "a.json", content)
 
 
+@pytest.mark.parametrize("is_ascii", [True, False])
 @pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
-def test_the_refusal_of_an_object_has_the_command_that_makes_it_an_input(tmp_path: Path) -> None:
+def test_the_refusal_of_an_object_has_the_command_that_makes_it_an_input(tmp_path: Path, is_ascii: bool) -> None:
     path = tmp_path / "it's.json"
     with pytest.raises(SlurmGPUError) as caught:
-        planned(path, json.dumps({"version": "1", "the \"rows'": ROWS[:5]}))
+        planned(path, json.dumps({"version": "1", 'the "rö中"\'': ROWS[:5]}, ensure_ascii=is_ascii))
     [command] = re.findall(r"jq .* > items\.jsonl", str(caught.value))
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
     assert items_of(tmp_path / "items.jsonl") == ROWS[:5]
