@@ -116,6 +116,7 @@ class Tracer:
         self._names = SnapshotNames(folder)
         self._defined: dict[str, frozenset[str]] = {}
         self._listed: dict[Path, frozenset[str]] = {}
+        self._homes = (expanded("~"), Path(os.path.realpath(expanded("~"))))  # which may be a link
         # Files that are read from disk, and Python programs that run from disk or are executed as text.
         self._read: dict[str, ReadFile] = {}
         # The former with whether they are started in the run file's folder.
@@ -387,12 +388,11 @@ class Tracer:
             self.notes.outputs[file.name] = sorted(named.outputs)
         if file.is_started and (into := named.output_folders | defaults):
             self.notes.output_folders[file.name] = sorted(into)
-        homes = (expanded("~"), Path(os.path.realpath(expanded("~"))))  # which may be a link
         above = [
             folder
             for number, folder in enumerate(path.parents)
             if folder.is_relative_to(self._base)
-            or (number < n_above and not any(home.is_relative_to(folder) for home in homes))
+            or (number < n_above and not any(home.is_relative_to(folder) for home in self._homes))
         ]
         folders = tuple(dict.fromkeys((path.parent, *above, self._base)))
         texts = sorted(named.read_texts())
