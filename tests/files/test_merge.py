@@ -36,7 +36,7 @@ from slurmgpu.worker.assignment import Assignment
 from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import Computed
 from slurmgpu.worker.publisher import ComputedShard, Publisher
-from tests.support.failing import put
+from tests.support.failing import put, read_wrongly_once
 from tests.support.shard_files import craft
 
 COLUMNS = {"twice": Array("int64"), "word": Text()}
@@ -247,16 +247,7 @@ def test_a_read_that_fails_for_good_ends_the_merge_and_changes_nothing(run, fail
 
 def test_bytes_that_were_wrong_once_are_read_again(run, monkeypatch):
     publish_all(run)
-    real, wrong = os.preadv, ["00001.h5"]
-
-    def preadv(fd, buffers, offset):
-        n_read = real(fd, buffers, offset)
-        if wrong and os.readlink(f"/proc/self/fd/{fd}").endswith(wrong[0]):  # noqa: PTH115
-            wrong.pop()
-            buffers[0][n_read // 2] ^= 1
-        return n_read
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    wrong = read_wrongly_once(monkeypatch, "00001.h5")
     assert merge(run)["complete"]
     assert not wrong
     assert merged_rows(run) == ALL_GOOD

@@ -1,6 +1,5 @@
 """The rows of a run at work: those of merged.h5, and of shards that it lacks."""
 
-import os
 import tracemalloc
 
 import pytest
@@ -11,6 +10,7 @@ from slurmgpu.results.published import RunRows
 from slurmgpu.shards.columns import Array, Text, convert_row
 from slurmgpu.shards.shard_file import write_shard
 from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
+from tests.support.failing import read_wrongly_once
 from tests.support.published_runs import publish, published_run
 from tests.support.shard_files import changed
 
@@ -98,16 +98,7 @@ def test_a_damaged_shard_is_named_and_costs_its_own_rows_alone(tmp_path):
 
 def test_bytes_of_a_shard_that_were_wrong_once_are_read_again(tmp_path, monkeypatch):
     run = published_run(tmp_path / "run", COLUMNS, ROWS)
-    real, wrong = os.preadv, ["00001.h5"]
-
-    def preadv(fd, buffers, offset):
-        n_read = real(fd, buffers, offset)
-        if wrong and os.readlink(f"/proc/self/fd/{fd}").endswith(wrong[0]):  # noqa: PTH115
-            wrong.pop()
-            buffers[0][n_read // 2] ^= 1
-        return n_read
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    wrong = read_wrongly_once(monkeypatch, "00001.h5")
     assert told(run) == (list(range(N_ITEMS)), ROWS, [])
     assert not wrong
 

@@ -166,11 +166,12 @@ def test_the_claim_of_a_dead_owner_is_taken_over(run, clock):
     assert run.claims.read(4) == ME
 
 
-def test_who_died_while_this_worker_was_busy_is_known_when_it_is_idle(run, clock):
+@pytest.mark.parametrize("take", [Claimer.next, Claimer.next_free])
+def test_who_died_while_this_worker_was_busy_is_known_when_it_is_idle(run, clock, take):
     run.claims.take(0, OTHER)
     scout = Claimer(run, ME, pause=never)
     for shard in (1, 2, 3, 4):
-        assert scout.next() == shard
+        assert take(scout) == shard
         publish(run, shard)
         clock.go(0.4 * LEASE_S)  # computing: longer, in all, than a lease
     assert scout.next() == 0
@@ -196,16 +197,6 @@ def test_a_free_shard_is_claimed_ahead_and_none_is_waited_for(run):
     scout.give_back(3)
     assert (scout.held, run.claims.read(3)) == ({2, 4}, None)
     assert scout.next_free() == 3
-
-
-def test_who_dies_while_shards_are_claimed_ahead_is_known_when_there_are_no_more(run, clock):
-    run.claims.take(0, OTHER)
-    scout = Claimer(run, ME, pause=never)
-    for shard in (1, 2, 3, 4):
-        assert scout.next_free() == shard
-        publish(run, shard)
-        clock.go(0.4 * LEASE_S)
-    assert scout.next() == 0
 
 
 def test_leases_of_others_are_watched_four_times_in_a_lease_while_there_is_work(run, clock, monkeypatch):

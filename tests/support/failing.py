@@ -92,3 +92,18 @@ class Failing:
             return real(path, *args, **kwargs)
 
         put(function, call, self._monkeypatch.setattr)
+
+
+def read_wrongly_once(monkeypatch, name):
+    """Flip a bit of what the next read of a file gives; the list that is returned is empty once that has happened."""
+    real, wrong = os.preadv, [name]
+
+    def preadv(fd, buffers, offset):
+        n_read = real(fd, buffers, offset)
+        if wrong and os.readlink(f"/proc/self/fd/{fd}").endswith(name):  # noqa: PTH115
+            wrong.pop()
+            buffers[0][n_read // 2] ^= 1
+        return n_read
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return wrong
