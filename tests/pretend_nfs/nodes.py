@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -163,10 +164,15 @@ class Node:
         return len(found)
 
     def _wake(self) -> None:
-        """Have those who wait outside for the node's processes go on: nsenter stops when what it has started does."""
+        """Have those who wait outside for the node's processes go on: nsenter stops when what it has started does.
+
+        It learns that from the kernel, and stops itself some time later: one that runs may be about to.
+        """
         for started in self._started:
-            if started.poll() is None:
-                started.send_signal(signal.SIGCONT)
+            while started.poll() is None and (state := _state(started.pid)) != "S":  # not asleep: does not wait yet
+                if state == "T":
+                    started.send_signal(signal.SIGCONT)
+                time.sleep(0.001)
 
     def order(self, what: str | None) -> None:
         """Have every request fail from now on ("EIO"), or wait for an answer ("silent"); None ends it."""
@@ -194,6 +200,11 @@ class Node:
         for pipe in (self._outer.stdin, self._outer.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def _state(pid: int) -> str:
+    """The letter of a process's state, as in proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _children(pid: int) -> list[int]:
