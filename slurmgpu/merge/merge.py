@@ -62,6 +62,7 @@ def merge(
     files as they were. `check` is called before each step that cannot be undone. `may_live`: attempts without a
     recorded end may be running.
     """
+    run.make_folders()
     leftovers = _partials(run)
     _take_back(run, check)
     plan, sources = run.plan, _Sources(run, check)

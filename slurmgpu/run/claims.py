@@ -21,7 +21,7 @@ from pathlib import Path
 from slurmgpu.run.counters import encode
 from slurmgpu.run.lock import checked
 from slurmgpu.util.atomic_files import partial_path
-from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, exists, read_bytes, remove, retried
+from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, exists, list_names, read_bytes, remove, retried
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Claims:
 
         `check` raises if the caller has lost the run's lock.
         """
-        names = retried(lambda: os.listdir(self.folder), self.patience_s)
+        names = list_names(self.folder, self.patience_s)
         for name in checked(names, check):
             if not name.endswith(".history"):
                 self._remove(self.folder / name)
@@ -194,7 +194,7 @@ class Claims:
 
     def numbers(self) -> set[int]:
         """The shards that are claimed, from one listing."""
-        return _numbers(retried(lambda: os.listdir(self.folder), self.patience_s))
+        return _numbers(list_names(self.folder, self.patience_s))
 
     def held(self) -> Iterator[tuple[int, Claim]]:
         """Every claim with its shard, in order, as it is observed."""

@@ -305,6 +305,11 @@ class Run:
             raise SlurmGPUError(f"{self.folder} was never submitted. `slurmgpu resubmit {self.typed}` submits it.")
         return lines[-1]
 
+    def make_folders(self) -> None:
+        """Make the folders of the run that are not there: a copy may lack those that were empty."""
+        for name in FOLDERS:
+            make_folder(self.folder / name)
+
     def record_submission(self, value: SubmissionLine) -> None:
         """Append a line to submissions.jsonl; lines of one submission have the same number `submission`.
 
@@ -312,6 +317,8 @@ class Run:
         """
         own: DirectoryId = directory_id(self.folder) if "executor" in value else {}
         path = self.folder / "submissions.jsonl"
+        if "executor" in value:
+            self.make_folders()
         if exists(path) and not may(path, os.W_OK):
             if "executor" in value:
                 owner = name_in_words(path.stat().st_uid)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TypedDict
 
 from slurmgpu.logs.files import UNKNOWN, LogFile, files_of, merge_files
+from slurmgpu.report.states import is_at_work
 from slurmgpu.run.directory import Run
+from slurmgpu.run.liveness import is_alive, patience
 from slurmgpu.search.cached_run import cached
 from slurmgpu.util.shared_files import retried
 
@@ -30,6 +33,7 @@ class LoggedAttempt(TypedDict):
     executor: str
     node: str | None
     state: str
+    silent: bool
     started: float | None
     failure: str | None
     files: list[FileRecord]
@@ -50,6 +54,7 @@ def read_index(run: Run) -> Index:
     """Every attempt with its state, its failure and its log files, and the files of the merge jobs."""
     run = cached(run)
     lines = run.submissions()
+    now, patience_s = time.time(), patience(run.plan.lease_s, is_at_work(lines, None))
     attempts: list[LoggedAttempt] = []
     for name, record in run.logged.items():
         judged = run.judged.get(name)
@@ -61,6 +66,7 @@ def read_index(run: Run) -> Index:
                 "executor": record["executor"],
                 "node": record["node"] if is_recorded else None,
                 "state": record["state"],
+                "silent": is_recorded and record["state"] != "ended" and not is_alive(record, patience_s, now),
                 "started": record["started"] if is_recorded else None,
                 "failure": judged["failure"] if judged else None,
                 "files": [_described(file) for file in files_of(run, record, lines)],

@@ -246,11 +246,15 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def list_entries(folder: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> list[os.DirEntry[str]]:
-    """The entries of a folder, as this machine sees it, in no order; a transient error is tried again."""
+    """The entries of a folder, as this machine sees it, in no order; a transient error is tried again.
+
+    A folder that is not there has none, here and below: a copy of a run may lack the empty ones.
+    """
 
     def scan() -> list[os.DirEntry[str]]:
-        with os.scandir(folder) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             return list(entries)
+        return []
 
     return retried(scan, patience_s)
 
@@ -261,18 +265,25 @@ def list_fresh(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
     An NFS client caches a listing until the folder's mtime changes, which a change within one tick of the server's
     clock does not do. The client's own change drops the cache: a file is made and removed first, if that is allowed.
     """
-    with contextlib.suppress(PermissionError):
+    with contextlib.suppress(PermissionError, FileNotFoundError):
         try:
             retried(lambda: _touch(folder), patience_s)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
                 raise
-    return retried(lambda: os.listdir(folder), patience_s)
+    return _names_in(folder, patience_s)
 
 
-def list_names(folder: Path) -> list[str]:
+def list_names(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
     """The names in a folder, in order, as this machine sees it; a transient error is tried again."""
-    return sorted(retried(lambda: os.listdir(folder)))
+    return sorted(_names_in(folder, patience_s))
+
+
+def _names_in(folder: Path, patience_s: float) -> list[str]:
+    try:
+        return retried(lambda: os.listdir(folder), patience_s)
+    except FileNotFoundError:
+        return []
 
 
 def _touch(folder: Path) -> None:

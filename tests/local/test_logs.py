@@ -508,6 +508,20 @@ def test_a_run_is_followed_on_when_the_tasks_that_have_started_so_far_are_over(r
     assert ends == [True, False]
 
 
+def test_the_index_says_which_attempts_have_fallen_silent(run, tmp_path, capsys):
+    copy_run(run.folder, tmp_path / "run")
+    copy = Run.open(tmp_path / "run")
+    (copy.folder / "report.json").unlink()
+    copy.record_submission({"submission": 1, "state": "running", "pids": [os.getpid()], "ticks": [None]})
+    names = sorted(record["attempt"] for record in run.attempts())
+    now = time.time()
+    for name, updated in zip(names, (now, now - 70), strict=True):
+        change_record(copy, name, state="running", ended=None, failure=None, updated=updated)
+    show(copy)
+    ends = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
+    assert [ends[name] for name in names] == ["running", "silent"]
+
+
 def test_the_index_is_in_the_order_of_tasks_with_a_line_for_each_attempt(run, capsys, monkeypatch):
     index = read_index(run)
     [one, *_] = index["attempts"]

@@ -20,6 +20,7 @@ import slurmgpu.executors.submission
 import slurmgpu.merge.export
 import slurmgpu.page.page  # noqa: F401  (imported once, and not in each fork)
 from slurmgpu.cli import main
+from slurmgpu.run.directory import FOLDERS
 from tests.support.nightly import by_night
 from tests.support.runs import make_project
 
@@ -147,3 +148,31 @@ def test_every_command_answers_whatever_lies_where_a_file_should_be(
             assert code in EXIT_CODES, where
             assert "Traceback" not in said, where
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("names", [("tasks",), FOLDERS], ids=["tasks", "all"])
+def test_a_run_without_its_folders_is_shown_and_computed_again(names, finished, slurmgpu, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(finished, folder)
+    for name in names:
+        shutil.rmtree(folder / "run" / name)
+    files = {path.name for path in (folder / "run").iterdir()}
+    for command, *options in (*COMMANDS, *ALSO, ("show", "--failed"), ("logs", "--failed")):
+        if command != "merge":
+            said = slurmgpu(command, *(["run"] if command != "list" else []), *options, cwd=folder)
+            assert "No such file" not in said.stderr, command
+            assert said.returncode in EXIT_CODES
+    assert "24 of 24" in slurmgpu("status", "run", cwd=folder).stdout
+    assert {path.name for path in (folder / "run").iterdir()} == files  # looking changes nothing
+    slurmgpu("merge", "run", cwd=folder, expect=0)
+    again = slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0)
+    assert "24 of 24 rows, 1 of them failed" in again.stdout
+
+
+def test_logs_says_that_a_run_has_none_left(finished, slurmgpu, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "logs")
+    assert "Task 0 of " in (said := slurmgpu("logs", "run", "0", cwd=tmp_path, expect=2).stderr)
+    assert " has no log in " in said
+    shutil.rmtree(tmp_path / "run" / "tasks")
+    assert " has no logs and no records of tasks any more. " in slurmgpu("logs", "run", cwd=tmp_path, expect=2).stderr

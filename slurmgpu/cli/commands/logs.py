@@ -21,7 +21,7 @@ from slurmgpu.run.submissions import ENDS, is_over, job_here
 from slurmgpu.search.cached_run import cached
 from slurmgpu.search.classes import Event, events_of_class, events_of_failed_items
 from slurmgpu.search.excerpts import N_LINES, Excerpt
-from slurmgpu.search.index import FileRecord, read_index
+from slurmgpu.search.index import FileRecord, LoggedAttempt, read_index
 from slurmgpu.search.items import story_of_item
 from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.ansi import plain
@@ -37,6 +37,8 @@ def print_task(run: Run, task: str, n_lines: int | None, *, follow: bool) -> Non
     if not records:
         refuse_unstarted(run, task, waits=follow)
     labels = labels_of(run, records)
+    if not labels and not follow:
+        raise SlurmGPUError(f"Task {task} of {run.folder} has no log in {run.logs}.")
     since = min((record["started"] for record in records), default=0.0)
     printer = Printer({file.path: label for file, label in labels.items()})
     stops = print_files(list(labels), printer, n_lines, since, whole=follow)
@@ -140,12 +142,17 @@ def show_index(run: Run) -> None:
     index = read_index(run)
     if not index["attempts"]:
         if is_at_rest(run):
+            if run.published():
+                raise SlurmGPUError(
+                    f"{run.folder} has no logs and no records of tasks any more. `slurmgpu status {run.typed}` shows "
+                    "what it has."
+                )
             raise SlurmGPUError(
                 f"No task of {run.folder} has started, and none is queued. `slurmgpu resubmit {run.typed}` submits it."
             )
         raise SlurmGPUError(f"No task of {run.folder} has started yet. `slurmgpu status {run.typed}` says why.")
     rows = [
-        (about["attempt"], about["failure"] or ("ok" if about["state"] == "ended" else about["state"]), about["files"])
+        (about["attempt"], _end_of(about), about["files"])
         for about in sorted(in_task_order(index["attempts"]), key=lambda about: about["submission"] or 0)
     ]
     rows += [("merge", "", index["merge"])] if index["merge"] else []
@@ -154,6 +161,13 @@ def show_index(run: Run) -> None:
         line = f"{name:<{widths[0]}}  {end:<{widths[1]}}  {_files(files)}"
         sys.stdout.write(f"{line.rstrip()}\n")
     say(f"files in {run.logs}\nnext: slurmgpu logs {run.typed} TASK, or --item N, or --failed, or --class NAME")
+
+
+def _end_of(about: LoggedAttempt) -> str:
+    """An attempt's failure, or `ok`, or its state if it may be alive."""
+    if about["failure"]:
+        return about["failure"]
+    return "ok" if about["state"] == "ended" else "silent" if about["silent"] else about["state"]
 
 
 def _files(files: Sequence[FileRecord]) -> str:

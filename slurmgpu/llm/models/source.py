@@ -160,7 +160,7 @@ def named_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """
     try:
         names = list_names(folder)
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
         return []
     except OSError as error:
         raise _unlisted(error) from error
