@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_transient, may
+from slurmgpu.util.users import expanded
 
 _LISTS = ("--columns", "--items", "--keep")
 """Options with values such as A,B: given again, they add up."""
@@ -33,6 +34,8 @@ class App(typer.Typer):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Run the command line in `args`, by default sys.argv."""
         argv: Sequence[str] = args[0] if args else sys.argv[1:]
+        if argv and argv[0].startswith("--install-completion") and str(expanded("~")) == "~":
+            raise SlurmGPUError("Completion is installed into your home directory, which is not known here: set HOME.")
         return typer.Typer.__call__(self.with_only(argv[0] if argv else None), *args, **options)
 
     def with_only(self, name: str | None) -> App:

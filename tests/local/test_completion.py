@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import pwd
 import re
 import select
 import subprocess
@@ -15,6 +16,7 @@ import typer
 
 from slurmgpu.cli import completion
 from slurmgpu.cli.app import app
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.faults import KINDS
 from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.merge.export import FORMATS
@@ -200,3 +202,13 @@ def _read(terminal, until, timeout_s=120):
         if select.select([terminal], [], [], 0.2)[0]:
             shown += os.read(terminal, 65536).decode(errors="replace")
     return shown
+
+
+def test_completion_without_a_home_directory_is_refused_in_a_sentence(monkeypatch):
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(SlurmGPUError, match="into your home directory, which is not known here: set HOME"):
+        app(["--install-completion", "bash"])
