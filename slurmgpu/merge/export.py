@@ -155,9 +155,7 @@ def _opened(source: Path | Run) -> Iterator[RunRows | FileRows]:
     if isinstance(source, Run):
         with RunRows(source, verify=True) as rows:
             if not len(rows):
-                raise SlurmGPUError(
-                    f"{source.folder} has no rows yet. `slurmgpu status {source.typed}` shows its progress."
-                )
+                raise SlurmGPUError(f"{source.folder} has no rows. `slurmgpu status {source.typed}` shows why.")
             yield rows
     else:
         with results.open(source, verify=True) as merged:

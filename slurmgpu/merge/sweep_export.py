@@ -78,7 +78,7 @@ def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str],
     rows = SweepRows(runs, columns, where)
     if not rows.check():
         typed = shlex.quote(str(folder))
-        raise SlurmGPUError(f"The runs in {folder} have no rows yet. `slurmgpu status {typed}` shows their progress.")
+        raise SlurmGPUError(f"The runs in {folder} have no rows. `slurmgpu status {typed}` shows why.")
     n_rows = LINE_FORMATS[format](rows, file)
     missing = {run.name: run.plan.n_items - n_seen for (run, _), n_seen in zip(runs, rows.n_seen, strict=True)}
     missing = {name: n_items for name, n_items in missing.items() if n_items}

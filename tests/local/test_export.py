@@ -18,6 +18,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.merge.export import FORMATS, export
 from slurmgpu.results import stored
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
+from tests.support.runs import planned_run
 from tests.support.shard_files import (
     COLUMNS,
     FINGERPRINT,
@@ -312,3 +313,10 @@ def test_an_export_starts_again_if_another_client_replaces_the_file_meanwhile(me
     export(merged, "jsonl", tmp_path / "again.jsonl")
     assert reopened
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_run_without_rows_leads_to_the_command_that_says_why(tmp_path):
+    run = planned_run(tmp_path / "run")
+    with pytest.raises(SlurmGPUError, match=f"{run.folder} has no rows. `slurmgpu status {run.folder}` shows why"):
+        export(run, "jsonl", tmp_path / "rows.jsonl")
+    assert not (tmp_path / "rows.jsonl").exists()

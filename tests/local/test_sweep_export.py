@@ -154,7 +154,7 @@ def test_runs_that_are_not_there_are_named_and_so_are_those_that_lack_rows(copie
     assert len(done.stdout.splitlines()) == 2
     assert done.stderr.strip() == "a: not submitted. Repeat the command that submitted the others to submit it."
     shutil.rmtree(copied / "b")
-    assert "have no rows yet" in slurmgpu("export", copied, "-o", "-", expect=2).stderr
+    assert "have no rows. " in slurmgpu("export", copied, "-o", "-", expect=2).stderr
 
 
 def test_a_value_of_the_summaries_is_not_taken_for_a_column_of_the_report(folder, slurmgpu):
