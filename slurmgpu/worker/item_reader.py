@@ -25,6 +25,7 @@ class ItemReader:
         spec = InputSpec.from_json(run.input)
         try:
             self._reader = retried(lambda: cause_raised(lambda: Reader(spec, run.index)), run.plan.lease_s)
+            retried(lambda: cause_raised(self._reader.check_some_files), run.plan.lease_s)  # before a model is loaded
         except (OSError, SlurmGPUError) as error:
             raise WorkerFailedError(class_of(error, INPUT), str(error)) from error
         self.is_indexed = self._reader.is_indexed

@@ -358,8 +358,27 @@ def test_an_input_that_changed_is_refused(folder: Path, change: Callable[[Path],
         change(folder / "a.txt")
         with pytest.raises(SlurmGPUError, match=f"The input has changed since the run was planned: .*{words}"):
             reader.read(1, 2)
-    with pytest.raises(SlurmGPUError, match=f"The input has changed since the run was planned: .*{words}"):
-        Reader(spec, folder.with_name("index"))
+    with Reader(spec, folder.with_name("index")) as reader:
+        with pytest.raises(SlurmGPUError, match=f"The input has changed since the run was planned: .*{words}"):
+            reader.check_some_files()
+        with pytest.raises(SlurmGPUError, match=f"The input has changed since the run was planned: .*{words}"):
+            reader.read(0, 1)
+
+
+def test_a_reader_of_many_files_asks_for_those_that_it_reads_and_for_a_few_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(folder, **{f"{number:03}_txt": "x\ny\n" for number in range(300)})
+    spec, asked = plan(folder), list[str]()
+    look = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **options: asked.append(path.name) or look(path, **options))
+    with Reader(spec, folder.with_name("index")) as reader:
+        assert reader.read(241, 244) == [{"text": "y"}, {"text": "x"}, {"text": "y"}]
+        assert set(asked) == {"120.txt", "121.txt"}
+        asked.clear()
+        reader.check_some_files()
+    assert asked[:2] == ["000.txt", "005.txt"]
+    assert len(asked) == 60
 
 
 def test_a_range_beyond_the_input_is_a_bug(folder: Path) -> None:

@@ -138,6 +138,16 @@ def test_the_rows_of_arrow_files_are_items(tmp_path: Path, compression: str) -> 
     assert read(["a.feather", "b.arrow"], tmp_path) == ROWS
 
 
+def test_an_arrow_file_that_is_cut_after_it_was_opened_kills_no_process(tmp_path: Path) -> None:
+    path, index = tmp_path / "a.arrow", tmp_path / "index"
+    pyarrow.feather.write_feather(pyarrow.table({"x": range(99_999)}), path, compression="uncompressed", chunksize=999)
+    with Reader(scan([path], index, stride=8), index) as reader:
+        assert reader.read(0, 1) == [{"x": 0}]
+        os.truncate(path, 4096)
+        with pytest.raises(SlurmGPUError, match="The input has changed since the run was planned"):
+            reader.read(90_000, 90_001)
+
+
 def test_arrow_files_that_are_cut_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
     for name, said in (("stream", "was truncated"), ("file", "is not an Arrow file, or was truncated")):
