@@ -22,6 +22,9 @@ from slurmgpu.inputs.tables import Merged
 from slurmgpu.util.amounts import some_of
 from slurmgpu.util.packages import check_pyarrow
 
+_FEW_BYTES = 1 << 16
+"""Fewer bytes are hashed in less time than another thread takes to begin."""
+
 
 def scan(
     paths: Sequence[Path],
@@ -158,7 +161,11 @@ def _hashed(chunks: Iterable[bytes], checksum: Any, beside: ThreadPoolExecutor) 
     for chunk in chunks:
         if hashing:
             hashing.result()
-        hashing = beside.submit(checksum.update, chunk)
+            hashing = None
+        if len(chunk) < _FEW_BYTES:
+            checksum.update(chunk)
+        else:
+            hashing = beside.submit(checksum.update, chunk)
         yield chunk
     if hashing:
         hashing.result()
