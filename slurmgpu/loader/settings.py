@@ -112,7 +112,7 @@ def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> di
         if isinstance(value, str) and value.startswith(FILE):
             path = expanded(value.removeprefix(FILE))
             try:
-                found[name] = path.read_text(encoding="utf-8").removesuffix("\n")
+                found[name] = path.read_text(encoding="utf-8-sig").removesuffix("\n")
             except (OSError, ValueError) as error:
                 raise SlurmGPUError(
                     f"{name} is {value!r}, but {path.absolute()} cannot be read: {error}. "

@@ -160,7 +160,7 @@ def test_a_prompt_from_a_file_is_frozen_in_the_plan(nothing, project, slurmgpu):
     folder = project(2, settings={"model": nothing, "prompt": "file:prompt.txt"})
     text = (folder / "slurmgpu.toml").read_text()
     (folder / "slurmgpu.toml").write_text(text.replace("workloads.py:Rows", "generate"))
-    (folder / "prompt.txt").write_text("Säg {text}:\n")
+    (folder / "prompt.txt").write_text("Säg {text}:\n", encoding="utf-8-sig")  # as editors on Windows write it
     plan = json.loads(slurmgpu("submit", "--gpus", "0", "--dry-run", "--json", cwd=folder, expect=0).stdout)["plan"]
     assert plan["settings"]["prompt"] == "Säg {text}:"
     assert plan["summarizes"] is True

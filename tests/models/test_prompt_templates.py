@@ -161,6 +161,11 @@ def test_an_example_may_have_any_separator_of_unicode_in_its_line(nothing):
     assert [asked for asked, _ in found] == ["Q1\u2028\x85", "Q2\u2028\x85"]
 
 
+def test_examples_may_be_a_list_of_json(nothing):
+    found = Generate(model=nothing, fewshot=json.dumps(EXAMPLES, indent=1), **SHOWN)
+    assert shots(found, "9") == [*"123456"]
+
+
 def test_examples_are_turns_of_a_chat_or_texts_before_the_prompt(tmp_path):
     chat = "{% for m in messages %}[{{ m.role[0] }}:{{ m.content }}]{% endfor %}"
     prompt = Prompt("Q3", system="S", shots=(("Q1", " A1"), ("Q2", " A2")), between="\n")
@@ -180,7 +185,9 @@ def test_examples_are_turns_of_a_chat_or_texts_before_the_prompt(tmp_path):
         ({"fewshot": [], "target": "{a}"}, "fewshot has no examples; expected at least one."),
         ({"fewshot": EXAMPLES, "target": "{a}", "num_fewshot": 7}, "num_fewshot is 7, and fewshot has 6 examples"),
         ({"fewshot": '{"q": 1}\n{', "target": "{a}"}, "fewshot: line 2 is '{', which is not JSON"),
-        ({"fewshot": "[" * 100_000, "target": "{a}"}, "fewshot: line 1 is '["),
+        ({"fewshot": "[" * 100_000, "target": "{a}"}, "fewshot begins with [ and is not JSON"),
+        ({"fewshot": '[{"q": 1}, 3]', "target": "{a}"}, "fewshot: element 2 is 3; expected the fields of an example"),
+        ({"fewshot": "[]", "target": "{a}"}, "fewshot has no examples; expected at least one."),
         (
             {"fewshot": "3", "target": "{a}"},
             "fewshot: line 1 is '3'; expected the fields of an example, as in an item.",

@@ -65,6 +65,8 @@ def _read(text: str) -> tuple[Mapping[str, Any], ...]:
             f"fewshot has {len(text):,} characters, which are stored in the plan; expected at most {MOST_BYTES:,}. Use "
             f"fewer examples."
         )
+    if text.lstrip().startswith("["):
+        return _of_list(text)
     found: list[Mapping[str, Any]] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -73,12 +75,28 @@ def _read(text: str) -> tuple[Mapping[str, Any], ...]:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise SlurmGPUError(
-                f"fewshot: line {number} is {line!r:.60}, which is not JSON ({error}); expected an example in each "
-                f"line, as in \"file:examples.jsonl\". To convert a list, type jq -c '.[]' OLD > NEW."
+                f"fewshot: line {number} is {line!r:.60}, which is not JSON ({error}); expected a list of "
+                f'examples, or an example in each line, as in "file:examples.jsonl".'
             ) from error
         if not isinstance(value, dict):
             raise SlurmGPUError(
                 f"fewshot: line {number} is {line!r:.60}; expected the fields of an example, as in an item."
             )
         found.append(value)
+    return tuple(found)
+
+
+def _of_list(text: str) -> tuple[Mapping[str, Any], ...]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SlurmGPUError(
+            f'fewshot begins with [ and is not JSON ({error}); expected a list of examples, as in "file:examples.json".'
+        ) from error
+    for number, value in enumerate(found, 1):
+        if not isinstance(value, dict):
+            raise SlurmGPUError(
+                f"fewshot: element {number} is {json.dumps(value):.60}; expected the fields of an example, as in an "
+                f"item."
+            )
     return tuple(found)
