@@ -128,7 +128,8 @@ class Lines(Format):
         found = self.preview(io.BytesIO(content), Preview(str(path), len(content), 0))
         if not found.is_empty:
             source = LineParser(self, found.path, found.columns)
-            for number, record in enumerate(split(content[found.begin : found.end], quoting=self.quoting)):
+            records = content[found.begin : found.end].removesuffix(b"\n")  # no item begins after the last newline
+            for number, record in enumerate(split(records, quoting=self.quoting)):
                 yield source.parse(number, record)
 
     def _end_of_records(self, file: BinaryIO, end: int) -> int:

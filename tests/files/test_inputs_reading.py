@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import Reader, scan, scanner
 from slurmgpu.inputs import lines as line_formats
+from slurmgpu.inputs.formats import named
 
 BOM = codecs.BOM_UTF8
 NEWLINES = st.sampled_from(["\n", "\r\n"])
@@ -153,6 +154,7 @@ def test_what_is_an_item(tmp_path: Path, suffix: str, content: bytes, expected: 
     spec = scan([path], index, stride=2)
     with Reader(spec, index) as reader:
         assert reader.read(0, spec.n_items) == expected
+    assert [*named(suffix[1:]).items(path)] == expected  # as workloads read at planning
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7])

@@ -15,8 +15,9 @@ RELATIONS = {"predicate:0": 1, "predicate:27": 0}
 
 @pytest.fixture
 def dictionaries(tmp_path):
-    """Files with gaps in the ids, one of them written on Windows."""
-    (tmp_path / "node_dict.txt").write_bytes("".join(f"{k}\t{v}\r\n" for k, v in ENTITIES.items()).encode())
+    """Files with gaps in the ids, one of them written on Windows, with a byte order mark."""
+    content = "".join(f"{k}\t{v}\r\n" for k, v in ENTITIES.items()).encode("utf-8-sig")
+    (tmp_path / "node_dict.txt").write_bytes(content)
     (tmp_path / "rel_dict.txt").write_text("".join(f"{k}\t{v}\n" for k, v in RELATIONS.items()))
     return [graph.read_dictionary(tmp_path / name) for name in ("node_dict.txt", "rel_dict.txt")]
 

@@ -854,6 +854,7 @@ def test_what_cannot_work_is_a_sentence(files, settings, sentence):
         ("test.txt", "a\tb\tc\n" * 20, "None of its 20 items is a triple of node_dict.txt"),
         ("test.txt", "a\tb\tc\n" * 120, "None of the first 100 items is a triple of node_dict.txt"),
         ("test.jsonl", '{"head": "CHEBI:1", "rel": "predicate:0"}\n', "test.jsonl, line 1: no field 'relation'."),
+        ("test.json", '[{"head": "CHEBI:1", "rel": "predicate:0"}]', "test.json, first item: no field 'relation'."),
         ("test.csv", "head,relation,tail\nCHEBI:1,predicate:0,x\n", "test.csv, line 2: expected one of the 20 names"),
         ("node_dict.txt", "CHEBI:1\n", "node_dict.txt, line 1: expected a name, a tab and an id"),
         (

@@ -5,10 +5,8 @@ An item is a test triple. Only `load` imports torch: settings are also checked o
 
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.inputs.formats import recognised
 from slurmgpu.shards.columns import Array, Column
 from slurmgpu.util.packages import check_torch
 from slurmgpu.util.users import expanded
@@ -314,17 +313,13 @@ def _check_items(path: Path, entities: Dictionary, relations: Dictionary) -> Non
     if first is not None:
         these = f"the first {n_seen} items" if n_seen == LOOKED_AT else f"its {n_seen} items" if n_seen > 1 else ""
         none = f"None of {these} is a" if these else "Its only item is no"
+        where = {".csv": "line 2", ".txt": "line 1", ".jsonl": "line 1"}.get(path.suffix, "first item")
         raise SlurmGPUError(
-            f"{path}, line {2 if path.suffix == '.csv' else 1}: {first} {none} triple of {entities.path} and "
+            f"{path}, {where}: {first} {none} triple of {entities.path} and "
             f"{relations.path}. Correct the input, or the dictionaries in [settings]."
         )
 
 
 def _items(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.suffix not in (".txt", ".jsonl", ".csv"):
-        return
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
-        if path.suffix == ".csv":
-            yield from csv.DictReader(file)
-        for line in file:
-            yield {"text": line} if path.suffix == ".txt" else json.loads(line)
+    if (its_format := recognised(path)) is not None:
+        yield from (data for data in its_format.items(path) if not isinstance(data, ItemError))

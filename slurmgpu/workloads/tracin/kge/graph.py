@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import hashlib
 import itertools
@@ -179,6 +180,7 @@ def _digest(content: bytes) -> str:
 
 def _lines(content: bytes, path: str) -> Sequence[str]:
     """The lines of a text without their ends, newlines or CRLF; inputs are split in the same way."""
+    content = content.removeprefix(codecs.BOM_UTF8)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
