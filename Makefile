@@ -44,7 +44,7 @@ test-oldest: packages $(OLDEST)/test
 	  --deselect tests/files/test_selection.py::test_hugging_face_datasets_loads_the_folder
 
 nightly: packages lint types $(VENV)/compiled
-	SLOTS=programs $(BIN)/python -m pytest -n 5 -m '' --hypothesis-profile=nightly
+	SLOTS=programs $(BIN)/python -m pytest -n 5 -m '' --hypothesis-profile=nightly --timeout=900
 
 check: lint types $(VENV)/compiled
 	$(BIN)/python -m pytest -n 3 tests/unit tests/files
@@ -63,7 +63,7 @@ bench: $(VENV)/test
 	$(BIN)/python -m tests.benchmarks
 
 chaos: $(VENV)/test
-	SINGLE_FAILURES=all $(BIN)/python -m pytest tests/local/test_single_failures.py
+	SINGLE_FAILURES=all $(BIN)/python -m pytest --timeout=3600 tests/local/test_single_failures.py
 	$(BIN)/python -m tests.chaos --write
 
 docs: $(VENV)/docs

@@ -275,7 +275,7 @@ def test_a_signal_of_slurms_during_a_shard_in_the_image_costs_nothing(project, a
     cluster.run("scancel", f"--signal={signame}", f"{job}_0")
     wait_until(lambda: logged(folder, said), "the task to hear of it")
     let_go(folder)
-    output, _ = process.communicate(timeout=400)
+    output, _ = process.communicate(timeout=250)
     assert process.returncode in (0, 3), output
     [hit] = [record for record in records(folder) if record["task"] == 0 and record["submission"] == 1]
     assert hit["failure"] == "preempted"
@@ -312,7 +312,7 @@ def test_where_signals_kill_an_image_that_is_said_and_an_unpacked_one_lives(proj
     linuxproc.run("scancel", "--signal=USR2", record["job"])
     wait_until(lambda: logged(unpacked, "SIGUSR2: this task"), "the task to hear of it")
     let_go(unpacked)
-    output, _ = process.communicate(timeout=400)
+    output, _ = process.communicate(timeout=250)
     assert said not in output
     [record] = records(unpacked)
     assert (record["failure"], record["deaths"]) == ("preempted", [])

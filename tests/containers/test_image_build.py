@@ -79,7 +79,6 @@ def built(workshop, apptainer):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return image, done

@@ -229,7 +229,7 @@ def test_on_slurm_the_last_merge_job_posts_and_alone_sends_mail(project, slurmgp
     [first] = submissions(folder)
     asked = cluster.run("scontrol", "show", "job", first["merge_job"])
     assert "MailUser=ada@example.org MailType=END,FAIL" in asked
-    wait_until(lambda: len(submissions(folder)) == 2, "the automatic resubmission", 300)
+    wait_until(lambda: len(submissions(folder)) == 2, "the automatic resubmission")
     wait_for_end(folder)
     second = submissions(folder)[1]
     [(path, body)] = requests

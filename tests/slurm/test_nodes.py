@@ -79,7 +79,7 @@ def test_a_rank_that_dies_on_the_second_node_is_started_again_and_a_task_that_di
     (folder / "first").unlink()
     wait_until_held(folder, 3)
     os.kill(parent(on_second_node(folder)), signal.SIGKILL)
-    process.communicate(timeout=600)
+    process.communicate(timeout=250)
     assert process.returncode == 3
     [record] = records(folder)
     assert [death["message"] for death in record["deaths"]] == ["the worker died by SIGKILL"]
@@ -106,7 +106,7 @@ def test_a_requeued_task_of_two_nodes_goes_on_and_a_cancelled_one_leaves_nothing
     wait_until_held(folder, 3)
     assert len(living(folder)) == 6
     cluster.run("scancel", job)
-    process.communicate(timeout=600)
+    process.communicate(timeout=250)
     assert process.returncode == 3
     wait_until(lambda: not living(folder), "the end of all processes")
     assert [record["deaths"] for record in records(folder)] == [[], []]

@@ -72,12 +72,12 @@ def merge_behind(sbatch, folder, job):
 
 
 def wait_for_end(job):
-    wait_until(lambda: not queued_of([job]), f"the end of job {job}", 300)
+    wait_until(lambda: not queued_of([job]), f"the end of job {job}")
 
 
 def wait_for_holders(folder, *jobs):
     """Until one task of each of these jobs, an array's among them, holds a shard."""
-    wait_until(lambda: sorted(record["job"] for record in holders(folder)) == sorted(jobs), "tasks with a shard", 300)
+    wait_until(lambda: sorted(record["job"] for record in holders(folder)) == sorted(jobs), "tasks with a shard")
 
 
 # Whole runs
@@ -111,7 +111,7 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
     lock = {"token": "t", "beat": 3, "doing": "submitting", "user": "ada", "since": 0.0, **own_id(), "pid": 4194304}
     (folder / "run" / ".submitting").write_text(json.dumps(lock))
     subprocess.run(["scontrol", "release", array], check=True)
-    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge", 300)
+    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge")
 
     assert datasets(folder) == before
     outcome = report(folder)
@@ -167,7 +167,7 @@ def test_a_killed_task_and_a_requeued_one_lose_nothing(project, slurmgpu, sbatch
     array = sbatch(folder, "--array=0-2", SCRIPTS / "array.sbatch", "run")
     merge = merge_behind(sbatch, folder, array)
     # Those that no fault holds: a task may hold one of them for a moment.
-    wait_until(lambda: len(published(folder)) == 2, "the first two shards", 300)
+    wait_until(lambda: len(published(folder)) == 2, "the first two shards")
     wait_for_holders(folder, array, array, array)
     cluster.run("scontrol", "requeue", f"{array}_1")
     wait_until(lambda: any(job.reason == "BeginTime" for job in queued_of([array])), "the requeue")
@@ -239,7 +239,7 @@ def test_a_script_by_hand_helps_a_run_that_submit_has_at_work_and_its_merge_wait
     wait_for_holders(folder, first["array_job"], job)
     subprocess.run(["scancel", first["array_job"]], check=True)
     log = folder / "run" / "logs" / f"{first['merge_job']}_0_log.err"
-    wait_until(lambda: log.exists() and f"waiting: task {job}_0.0" in log.read_text(), "a merge that waits", 300)
+    wait_until(lambda: log.exists() and f"waiting: task {job}_0.0" in log.read_text(), "a merge that waits")
     assert not (folder / "run" / "report.json").exists()
     let_go(folder)
     wait_for_end(first["merge_job"])

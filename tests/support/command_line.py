@@ -230,7 +230,6 @@ class CommandLine:
             asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask, **program}
             asked["n_slots"] = n_slots_of(argv, cwd) if program == {"module": "slurmgpu"} else 0
             with socket.socket(socket.AF_UNIX) as connection, open(os.devnull) as nothing:
-                connection.settimeout(800)
                 connection.connect(self._address)
                 socket.send_fds(connection, [b"x"], [nothing.fileno(), out.fileno(), err.fileno()])
                 with connection.makefile("rw") as file:
@@ -238,7 +237,7 @@ class CommandLine:
                     pid = int(file.readline())
                     try:
                         code = int(file.readline())
-                    except TimeoutError:
+                    except BaseException:  # the test has come to its limit
                         os.kill(pid, 9)
                         raise
             for file in (out, err):
@@ -248,7 +247,7 @@ class CommandLine:
     def _start(self, program, argv, **options):
         [(kind, given)] = program.items()
         command = [self._python, {"module": "-m", "code": "-c"}[kind], given, *argv]
-        return subprocess.run(command, **options, **self._identity, capture_output=True, text=True, timeout=800)
+        return subprocess.run(command, **options, **self._identity, capture_output=True, text=True)
 
 
 class Started:
