@@ -183,13 +183,14 @@ ABANDONED = """
 import subprocess, sys, threading, time
 from slurmgpu.util.pipes import listen_on_stdin
 
-tidies = "import sys, time; sys.stdin.read(); time.sleep(0.3); open(sys.argv[1], 'w')"
+tidies = "import sys, time; print(flush=True); sys.stdin.read(); time.sleep(0.3); open(sys.argv[1], 'w')"
 started = [
-    subprocess.Popen([sys.executable, "-c", tidies, sys.argv[1]], stdin=subprocess.PIPE),
+    subprocess.Popen([sys.executable, "-c", tidies, sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE),
     subprocess.Popen(["sh", "-c", "while true; do sleep 600; done"]),
     subprocess.Popen(["sleep", "600"], start_new_session=True),
 ]
 listen_on_stdin(threading.Event(), print)
+started[0].stdout.readline()  # until it listens
 print(*(each.pid for each in started), flush=True)
 time.sleep(600)
 """

@@ -1,6 +1,7 @@
 """What Slurm's commands are asked, and told: what we mean, whatever the user prefers, and whatever they answer."""
 
 import os
+import subprocess
 import time
 from collections import Counter
 
@@ -67,10 +68,20 @@ def test_what_sbatch_says_of_a_script_may_be_any_bytes(pretending):
     assert commands.try_script("x.sbatch")[1] == "error: no account \N{REPLACEMENT CHARACTER}tude"
 
 
-def test_a_command_that_is_late_is_named_once_and_its_answer_is_whole(pretending, monkeypatch, caplog):
+def test_a_command_that_is_late_is_named_once_and_its_answer_is_whole(pretending, monkeypatch, caplog, tmp_path):
+    awaited = tmp_path / "awaited"
+
+    class Popen(subprocess.Popen):
+        def communicate(self, *given, timeout):
+            if timeout > 1:  # it is waited for again
+                awaited.touch()
+            return super().communicate(*given, timeout=timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     monkeypatch.setattr(commands, "TELL_S", 0.2)
     monkeypatch.setattr(commands, "_NAMED", set())
-    pretending("sacctmgr", "printf 'normal|'; sleep 1; echo high; echo so >&2")
+    wait = f"until rm {awaited} 2>/dev/null; do sleep 0.05; done"
+    pretending("sacctmgr", f"printf 'normal|'; {wait}; echo high; echo so >&2")
     for _ in range(2):
         assert commands.sacctmgr("qos", ("Name", "Other")) == [{"Name": "normal", "Other": "high"}]
     assert caplog.messages == ["Slurm is slow: waiting for sacctmgr, up to 30 s"]

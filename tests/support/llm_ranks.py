@@ -5,7 +5,6 @@ Each reads cases.json, a list of [name, model, options, sampling, n_requests]; r
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -72,15 +71,14 @@ def checked(case, place):
 
 def main(folder):
     """Compute all cases on both ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    fork_ranks(WORLD_SIZE, compute_all, folder, port)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it keeps its port
+    fork_ranks(WORLD_SIZE, compute_all, folder, store.port)
 
 
 def compute_all(folder, port, rank):
     """Compute all cases as one rank of a group, as torchrun would start it."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in told.items()})
     torch.set_num_threads(1)
     place = Place("cpu", 1, rank, WORLD_SIZE)
