@@ -470,7 +470,8 @@ try:
 except OSError as error:
     print(error.errno)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    # -B: of a module that it compiles, Python would leave the beginning, which no later process can import.
+    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == (str(errno.EFBIG), "")
     assert os.listdir(tmp_path) == ["a.h5"]
 
