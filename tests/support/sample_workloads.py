@@ -1,9 +1,11 @@
 """Workloads of the tests. An item's data or a setting triggers each fault. Copied next to run files."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -85,6 +87,16 @@ class Rows:
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed_soon(self, item, pid=None):
+        """Killed from outside at some moment after the first try has begun."""
+        mark = Path(self.marks) / f"killed{item.index}"
+        if not mark.exists():
+            mark.touch()
+            threading.Timer(random.uniform(0, 0.2), os.kill, (pid or os.getpid(), signal.SIGKILL)).start()
+
+    def task_killed_soon(self, item):
+        self.killed_soon(item, os.getppid())
 
 
 class LoadsLong(Rows):
