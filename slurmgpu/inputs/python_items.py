@@ -107,6 +107,8 @@ def _plain(value: Any, where: str) -> Any:
     )
     if isinstance(value, tuple):
         how = "Pass a list: a tuple within an item does not come back as a tuple."
+    elif isinstance(value, PurePath):
+        how = "Pass str(path)."
     elif hasattr(value, "iloc"):
         how = "Pass the data frame itself (the function gets each row as a mapping), or row.to_dict()."
     raise SlurmGPUError(f"{where} has a value of type {type(value).__name__}; {EXPECTED}. {how}")

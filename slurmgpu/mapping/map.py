@@ -94,7 +94,8 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
 
     Tasks import the function if it is defined in a module. A function of a notebook, a script or another function is
     saved by value in the run directory. `columns` are types, as in `{"score": "float32", "label": Text()}`. Without
-    them, types come from the return annotation, or else from the first batch, which is computed before the run.
+    them, types come from the return annotation, or else from the first batch and the last item, which are computed
+    before the run.
 
     The run directory is `run_dir`, or runs/`name`, or runs/ and the function's name. `resources` are keys of
     [resources]; `overrides` and `profile` are as in `submit`. The run works in the background: on Slurm, or with
@@ -320,27 +321,31 @@ def _most_shards(n_items: int) -> int:
 
 
 def _learnt(draft: Draft) -> dict[str, Type]:
-    """The types of the columns, from the rows of the first batch, which a run of its own computes.
+    """The types of the columns, from the rows of the first batch and the last item, which a run of its own computes.
 
     SlurmGPUError if it fails, or if two rows have different types.
     """
-    log.info("computing the first %s, to learn the columns", count_of(draft.plan.batch_size, "item"))
-    small = probe.draft_part(draft, [(0, min(draft.plan.batch_size, draft.plan.n_items))])
+    n_items, n_first = draft.plan.n_items, min(draft.plan.batch_size, draft.plan.n_items)
+    log.info("computing the first %s and the last one, to learn the columns", count_of(n_first, "item"))
+    # The last: an array whose length differs from item to item would have the first one's shape, and all others fail.
+    last = max(n_first, n_items - 1)
+    small = probe.draft_part(draft, [(0, n_first), *([(last, n_items)] if last < n_items else [])])
     run, report = probe.compute_probe(small, on_status=None)
     said = "so the columns are unknown, and nothing was submitted"
-    if report["complete"] and report["n_errors"] == report["n_rows"]:
+    if not report["complete"] and (failed := probe.why_failed(run, report)) is not None:
+        raise SlurmGPUError(
+            f"The first item failed, {said}: {failed.failure}: {failed.message.rstrip('.')}. Its log: {failed.log}"
+        )
+    with open_merged(run.merged) as merged:
+        has_failed, types_of_all = merged.failed, merged["types"][:]
+    if has_failed[:n_first].all():
         first = report["errors"][0]
         name = f" ({first['name']})" if first["name"] else ""
         why = f"{first['message'].rstrip('.')}. Its log is in {run.logs}."
         declare = 'If only this item fails, declare the columns: columns={"score": "float32", "label": "text"}.'
         raise SlurmGPUError(f"Item {first['index']}{name} failed, {said}: {why} {declare}")
-    if (failed := probe.why_failed(run, report)) is not None:
-        raise SlurmGPUError(
-            f"The first item failed, {said}: {failed.failure}: {failed.message.rstrip('.')}. Its log: {failed.log}"
-        )
-    with open_merged(run.merged) as merged:
-        types_of_all: list[dict[str, str | None]] = merged["types"][:]
-        rows = [row for row, failed in zip(types_of_all, merged.failed, strict=True) if not failed]
+    rows: list[dict[str, str | None]]
+    rows = [row for row, is_bad in zip(types_of_all, has_failed, strict=True) if not is_bad]
     types: dict[str, Type] = {}
     for row in rows:
         for name, kind in row.items():
@@ -349,7 +354,7 @@ def _learnt(draft: Draft) -> dict[str, Type]:
                 types[name] = type_for_both(known if isinstance(known, str) else None, kind)
             except SlurmGPUError as error:
                 raise SlurmGPUError(
-                    f"The column {name!r}, in the first batch: {error} Nothing was submitted."
+                    f"The column {name!r}, in the first batch and the last item: {error} Nothing was submitted."
                 ) from error
     return types
 
@@ -372,7 +377,7 @@ def _with_columns(draft: Draft, types: Mapping[str, Type]) -> Draft:
     if unknown := [name for name, kind in types.items() if kind is None]:
         line = ", ".join(f"{name!r}: {kind or 'text'!r}" for name, kind in types.items())
         raise SlurmGPUError(
-            f"The first item has no value in the column {unknown[0]!r} that tells its type. "
+            f"The first and the last item have no value in the column {unknown[0]!r} that tells its type. "
             f"Declare it: columns={{{line}}}."
         )
     columns = columns_of_types(types, "The function's result")

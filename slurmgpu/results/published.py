@@ -11,7 +11,7 @@ was a recomputed one, merged.h5 or the previous revision is read instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -38,7 +38,7 @@ _MISSING, _MERGED, _FILE = range(3)
 class Row:
     """The row of an item: `row["score"]` is a column's value; `error` says why the item failed.
 
-    The columns of a failed item are None, except for item fields that the row keeps.
+    The columns of a failed item are None, except for item fields that the row keeps. `dict(row)` has all columns.
     """
 
     index: int
@@ -49,7 +49,14 @@ class Row:
         try:
             return self.values[name]
         except KeyError:
-            raise KeyError(f"The row has no column {name!r}.{did_you_mean(name, self.values)}") from None
+            raise KeyError(f"The row has no column {name!r}.{did_you_mean(str(name), self.values)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values)
+
+    def keys(self) -> Iterable[str]:
+        """The names of the columns."""
+        return self.values.keys()
 
 
 class Block(NamedTuple):

@@ -431,11 +431,26 @@ def test_arrays_of_different_shapes_are_told_before_a_run_or_as_the_items_error(
         return {"tokens": np.zeros((n, 4), "float32")}
 
     with pytest.raises(
-        SlurmGPUError, match=r"'tokens', in the first batch: .*reshape\(-1\), .* Nothing was submitted\."
+        SlurmGPUError,
+        match=r"'tokens', in the first batch and the last item: .*reshape\(-1\), .* Nothing was submitted\.",
     ):
         slurmgpu.map(lambda numbers: [tokens(n) for n in numbers], [2, 3], batch_size=2, **IN_PROCESS)
-    run = slurmgpu.map(tokens, [2, 3], **IN_PROCESS)
+    with pytest.raises(
+        SlurmGPUError, match=r"'tokens', in the first batch and the last item: .* Nothing was submitted\."
+    ):
+        slurmgpu.map(tokens, [2, 2, 3], **IN_PROCESS)
+    run = slurmgpu.map(tokens, [2, 3, 2], **IN_PROCESS)
     assert "found shape (3, 4), expected (2, 4). For other shapes" in run.results().errors[1]
+
+
+def test_an_array_whose_length_differs_in_the_last_item_may_have_any_length():
+    def weights(n):
+        return {"weights": np.arange(n, dtype="float64"), "n": n}
+
+    run = slurmgpu.map(weights, [4, 6, 8], **IN_PROCESS)
+    assert run.results().errors == {}
+    rows = [dict(row) for row in run.rows()]
+    assert [(row["n"], row["weights"].tolist()) for row in rows] == [(n, list(range(n))) for n in (4, 6, 8)]
 
 
 def test_a_row_of_a_table_is_an_item():

@@ -514,6 +514,7 @@ def test_tables_are_told_from_their_columns(tmp_path):
     [
         ([], "There are no items"),
         ([{"a": {"b": (1, 2)}}], r"Item 0\['a'\]\['b'\] has a value of type tuple; .* Pass a list"),
+        ([{"out": Path("a")}], r"Item 0\['out'\] has a value of type PosixPath; .* Pass str\(path\)\."),
         ([{"t": np.datetime64(1, "ns")}], r"Item 0\['t'\] is a datetime64\[ns\]; .* Pass str\(value\)"),
         ([1, b"x"], "Item 1 has a value of type bytes; expected text"),
         ([{1: 2}], "Item 0 has the key 1; expected text"),
