@@ -47,9 +47,11 @@ IDLE_PERCENT = 10
 """A GPU with a lower mean utilisation while items are computed counts as idle."""
 IDLE_SAMPLES = 3
 
-TOO_LARGE = "did not fit in the walltime; if none ever does, ask for more time, or plan a run with fewer shard_items"
+TOO_LARGE = "did not fit in the walltime; if none ever does, ask for more time"
 """An attempt's message on its current shard when its walltime ended."""
-_ADVICE = re.compile(rf"\. Shard \d+ {TOO_LARGE}$")
+CUT_FINER = ", or plan a run with fewer shard_items"
+"""The same, of a shard with several items."""
+_ADVICE = re.compile(rf"\. Shard \d+ {TOO_LARGE}({CUT_FINER})?$")
 
 Accounting = Mapping[str, Sequence[Accounted]]
 """The attempts of array tasks by restart. Keys: `1234_7`, or `1234_7@other` on another cluster than the run's first."""

@@ -18,7 +18,7 @@ from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import GPUFaultError
-from slurmgpu.report.attempts import TOO_LARGE
+from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit
 from slurmgpu.run.metric_log import MetricWriter
@@ -412,7 +412,8 @@ class Task:
         if time.monotonic() > self._part_by:
             self.record["message"] += f". Its worker did not end within {PARTING_S:g} s"
         if is_near and not by_hand and self.record["shard"] is not None:
-            self.record["message"] += f". Shard {self.record['shard']} {TOO_LARGE}"
+            finer = CUT_FINER if self.run.plan.shard_items > 1 else ""
+            self.record["message"] += f". Shard {self.record['shard']} {TOO_LARGE}{finer}"
         log.warning("%s: %s", self.record["failure"], self.record["message"])
         return EXIT_STOPPED
 

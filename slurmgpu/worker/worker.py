@@ -49,7 +49,7 @@ from slurmgpu.worker.lookahead import Lookahead, Taken
 from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.preparer import only_for_calls
 from slurmgpu.worker.publisher import ComputedShard, Publisher
-from slurmgpu.worker.shard_claimer import Claimer, Held, is_open
+from slurmgpu.worker.shard_claimer import Claimer, Held, is_open, open_shards
 from slurmgpu.worker.unpublished import FEW, Unpublished
 from slurmgpu.workload import TaskContext
 
@@ -381,6 +381,8 @@ class Worker:
             return found
         if self._publish_all(weighed=self._deadline.over() is None):
             return self.next_shard()
+        if over is not None and not open_shards(self.run):
+            found = "complete"  # no shard is left that would need more time
         self.report({"event": "done", "reason": found, "idle_s": self._idle_s()})
         return None
 

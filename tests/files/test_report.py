@@ -19,7 +19,7 @@ from slurmgpu.merge.merge import merge
 from slurmgpu.operations import wait
 from slurmgpu.page.facts import item_reasons
 from slurmgpu.report import build
-from slurmgpu.report.attempts import TOO_LARGE, Accounted, attempts_of, computed_with, versions_in_words
+from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE, Accounted, attempts_of, computed_with, versions_in_words
 from slurmgpu.report.build import judged_attempts, last_report, read_report, report_path
 from slurmgpu.report.ledger import KINDS
 from slurmgpu.report.status import read_status
@@ -206,7 +206,7 @@ STOPPED = "stopped by SIGTERM; its shards were given back"
     ],
 )
 def test_whoever_stopped_an_attempt_is_not_told_by_when_that_was(run, own, reason, slurms, by_us, expected):
-    advice = f". Shard 3 {TOO_LARGE}" if own == "timeout" and reason is None else ""
+    advice = f". Shard 3 {TOO_LARGE}{CUT_FINER}" if own == "timeout" and reason is None else ""
     ended = {"state": "ended", "ended": BEGIN + 600, "failure": own, "message": STOPPED + advice, "reason": reason}
     change(run, "4711_0.0", **ended)
     if by_us:

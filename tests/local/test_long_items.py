@@ -145,6 +145,19 @@ def test_a_walltime_that_the_margin_takes_whole_is_refused(project, slurmgpu):
     slurmgpu(*LOCAL, "--gpus", "0", "--run-dir", "other", cwd=folder, expect=0)
 
 
+def test_a_walltime_that_ends_with_the_last_shard_has_cut_nothing_short(project, slurmgpu):
+    folder = project(8)
+    words = "            words = text.split()\n"
+    leap = "            if item.index == 7:\n                real = time.monotonic\n"
+    change(folder, words, words + leap + "                time.monotonic = lambda: real() + 86400\n")
+    slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    task = Task(run, Attempt("job", 0, end_time=time.time() + 3600))
+    assert task.run_worker() == 0
+    assert run.published() == set(range(run.plan.n_shards))
+    assert (task.record["reason"], task.record["failure"]) == ("complete", None)
+
+
 def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project, slurmgpu, caplog):
     folder = project(3, settings={"n": 10, "step_s": 0.02}, **LONG)
     slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)

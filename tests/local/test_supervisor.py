@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from slurmgpu.report.attempts import TOO_LARGE
+from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE
 from slurmgpu.run.metric_log import MetricReader
 from slurmgpu.run.records import Attempt
 from slurmgpu.task import supervisor, worker_process
@@ -160,7 +160,7 @@ def test_a_signal_ends_a_worker_that_keeps_no_progress_at_once_and_its_shard_is_
 def test_a_signal_near_the_end_of_the_walltime_is_its_end_and_the_shard_was_too_large(work):
     code, record = work("begin(); to_task(signal.SIGTERM); time.sleep(600)", end_time=time.time() + 60)
     assert (code, record["failure"]) == (75, "timeout")
-    assert record["message"] == f"stopped by SIGTERM; its shards were given back. Shard 0 {TOO_LARGE}"
+    assert record["message"] == f"stopped by SIGTERM; its shards were given back. Shard 0 {TOO_LARGE}{CUT_FINER}"
     code, record = work("begin(); to_task(signal.SIGINT); time.sleep(600)", end_time=time.time() + 60)
     assert (record["failure"], record["message"]) == ("cancelled", "stopped by SIGINT; its shards were given back")
     code, record = work("tell('loading'); to_task(signal.SIGTERM); time.sleep(600)", end_time=time.time() + 60)
