@@ -36,6 +36,8 @@ def nothing(tmp_path_factory):
         ({"prompt": "Which of {labels}?"}, "has no field"),
         ({"choices": ["A"]}, "choices has 1 texts for 2 labels; expected one for each."),
         ({"choices": ["A", "A"]}, "choices holds 'A' twice"),
+        ({"choices": "answers", "method": "parse"}, "choices names a field, and method is 'parse'"),
+        ({"choices": "answers", "calibrate": True}, "calibrate scores the prompt without an item, but choices names"),
         ({"pattern": "(.*)"}, "pattern is set, and method is 'score'"),
         ({"temperature": 1.0}, "temperature is set, and method is 'score'"),
         ({"method": "parse", "calibrate": True}, "calibrate is set, and method is 'parse'"),
@@ -237,6 +239,23 @@ def test_a_label_that_begins_with_another_can_win(adder):
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("settings", [{}, {"length_normalize": True}])
+def test_an_item_may_have_choices_of_its_own_and_fewer_than_there_are_labels(adder, settings):
+    [named] = loaded(adder, **settings)([Item(0, {"text": "they are filth"})])
+    workload = loaded(adder, labels=["0", "1", "2"], choices="answers", truth="gold", **settings)
+    assert "answers" in workload.fields
+    lists = [["hate", "ok"], ["ok", "hate"], ["ok", "hate", "wool"], ["hate"], ["a", "b", "c", "d"], "hate", None]
+    items = [Item(i, {"text": "they are filth", "answers": given, "gold": 1}) for i, given in enumerate(lists)]
+    first, second, third, *wrong = workload(items)
+    assert (first["label"], second["label"], third["label"], second["truth"]) == ("0", "1", "1", "1")
+    assert first["scores"] == pytest.approx([*named["scores"], 0], rel=1e-4)
+    assert second["scores"] == pytest.approx([*named["scores"][::-1], 0], rel=1e-4)
+    assert third["scores"][2] > 0
+    for row, given in zip(wrong, lists[3:], strict=True):
+        assert str(row) == f"the field 'answers' is {given!r}; expected a list of 2 to 3 texts, one for each label"
+
+
+@pytest.mark.model
 def test_calibration_takes_away_what_the_model_says_to_no_item(adder):
     plain, calibrated = loaded(adder), loaded(adder, calibrate=True)
     items = [Item(i, each) for i, each in enumerate(sentences(4))]
@@ -264,6 +283,7 @@ def test_a_run_with_true_labels_reports_metrics(project, slurmgpu, adder):
     right = sum(row["label"] == row["truth"] for row in rows if not row["error"])
     summary = report(folder)["summary"]
     assert (summary["n_failed"], summary["n_unknown_truth"], summary["n_without_truth"]) == (1, 1, 1)
+    assert summary["unknown_truths"] == {"spam": 1}
     assert summary["accuracy"] == right / 38  # the failed one is wrong; the other two have no truth to be told by
     assert summary["accuracy_interval"][0] < summary["accuracy"] < summary["accuracy_interval"][1]
     assert sum(summary["labels"].values()) == 39

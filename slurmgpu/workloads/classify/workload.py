@@ -48,13 +48,20 @@ NO_CONTENT = "N/A"
 MAX_GROUPS = 100
 """The most groups in a summary, the largest ones."""
 
+MAX_UNKNOWN = 10
+"""The most truths that are no labels in a summary, the most frequent ones."""
+
 
 class Asked(NamedTuple):
-    """The prompt of an item, its seed, and the values of the row's columns `truth` and `group`."""
+    """The prompt of an item, its seed, the values of the row's columns `truth` and `group`, and what is scored.
+
+    `choices` are the spellings of each label; of fewer labels than there are if the item has fewer choices.
+    """
 
     prompt: Prompt
     seed: int
     values: Mapping[str, Any]
+    choices: tuple[tuple[str, ...], ...]
 
 
 class Classify(LanguageModelWorkload):
@@ -83,7 +90,7 @@ class Classify(LanguageModelWorkload):
         last: Last | None = None,
         system: str | None = None,
         method: Method = "score",
-        choices: Sequence[str] = (),
+        choices: str | Sequence[str] = (),
         length_normalize: bool = False,
         calibrate: bool = False,
         pattern: str | None = None,
@@ -102,7 +109,10 @@ class Classify(LanguageModelWorkload):
         given: dict[str, Any] = {"length_normalize": length_normalize, "calibrate": calibrate}
         given |= {"pattern": pattern, "json": json, "schema": schema, "regex": regex, "grammar": grammar}
         _check_method(method, [name for name, value in given.items() if value], settings)
-        self.choices = _choices(self.labels, choices)
+        self.choices_field = choices if isinstance(choices, str) else None
+        if self.choices_field is not None:
+            _check_choices_field(method, calibrate=calibrate)
+        self.choices = _choices(self.labels, () if isinstance(choices, str) else choices)
         kept_to = [each for [each] in self.choices] if choices and method == "parse" else None
         structure = structure_of(schema, kept_to, regex, grammar)
         # An answer that is kept to a choice is that choice.
@@ -120,7 +130,7 @@ class Classify(LanguageModelWorkload):
         self._json, self._finder = json, Labels(self.labels)
         self._offsets = np.zeros(len(self.labels))
         self.columns = self._own_columns()
-        self.fields = {*self.prompts.fields, *filter(None, (truth, group))}
+        self.fields = {*self.prompts.fields, *filter(None, (truth, group, self.choices_field))}
         beyond = [*self.prompts.beyond(chat=uses_chat(settings))]
         if method == "score":
             beyond.append(f'{SCORES_NOTHING} Set method = "parse", and choose another engine for "score".')
@@ -143,7 +153,7 @@ class Classify(LanguageModelWorkload):
         super().load(task)
         if self.calibrate:
             # Once and alone: the offsets of all scores must not depend on a batch.
-            [found] = self._scores([self._question(0, self.prompts.fill(NO_CONTENT))])
+            [found] = self._scores([_question(0, self.prompts.fill(NO_CONTENT), self.choices)])
             if isinstance(found, ItemError):
                 raise SlurmGPUError(f"calibrate: the prompt without an item cannot be scored: {found}")
             self._offsets = self._by_label(found)
@@ -160,12 +170,24 @@ class Classify(LanguageModelWorkload):
                 values[name] = "" if value is None else text_of(value)
         if values.get("truth", "") not in ("", *self.labels):
             values["truth"] = self._finder.exactly(values["truth"]) or values["truth"]
-        return Asked(self.prompts.of(item.data, item.seed), item.seed, values)
+        choices = self.choices if self.choices_field is None else self._own_choices(item.data)
+        return Asked(self.prompts.of(item.data, item.seed), item.seed, values, choices)
+
+    def _own_choices(self, data: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+        """The spellings of each of the item's choices, in the order of the labels."""
+        assert self.choices_field is not None
+        given = take(data, self.choices_field)
+        if not isinstance(given, list) or not 2 <= len(given) <= len(self.labels):
+            raise ItemError(
+                f"the field {self.choices_field!r} is {given!r}; expected a list of 2 to {len(self.labels)} texts, one "
+                f"for each label"
+            )
+        return _spelt([text_of(each) for each in given])
 
     def _rows(self, asked: Sequence[Asked]) -> list[Row | ItemError]:
         rows: list[Row | ItemError]
         if self.method == "score":
-            found = self._scores([self._question(number, one.prompt) for number, one in enumerate(asked)])
+            found = self._scores([_question(number, one.prompt, one.choices) for number, one in enumerate(asked)])
             rows = [value_or_error(self._scored, scores) for scores in found]
         else:
             requests = [Request(i, one.prompt, self.sampling, mix(one.seed, 0)) for i, one in enumerate(asked)]
@@ -173,10 +195,6 @@ class Classify(LanguageModelWorkload):
         return [
             row if isinstance(row, ItemError) else {**row, **one.values} for row, one in zip(rows, asked, strict=True)
         ]
-
-    def _question(self, number: int, prompt: Prompt) -> Question:
-        choices = tuple(choice for ways in self.choices for choice in ways)
-        return Question(number, prompt, choices, len(self.choices[0]))
 
     def _scored(self, given: Scores | ItemError) -> Row:
         scores = value_of(given)
@@ -196,13 +214,18 @@ class Classify(LanguageModelWorkload):
         return {"n_truncated": found.n_truncated} if self._truncates else {}
 
     def _by_label(self, scores: Scores) -> npt.NDArray[np.float64]:
-        """The labels' log p(label | prompt): summed over spellings, or the best mean over a spelling's tokens."""
-        logprobs = np.asarray(scores.logprobs, np.float64).reshape(len(self.labels), -1)
+        """The labels' log p(label | prompt): summed over spellings, or the best mean over a spelling's tokens.
+
+        -inf for labels beyond the item's choices.
+        """
+        logprobs = np.asarray(scores.logprobs, np.float64).reshape(-1, len(self.choices[0]))
         if self.length_normalize:
-            best: npt.NDArray[np.float64] = (logprobs / np.reshape(scores.n_tokens, logprobs.shape)).max(axis=1)
-            return best
-        summed: npt.NDArray[np.float64] = np.logaddexp.reduce(logprobs, axis=1)
-        return summed
+            found = (logprobs / np.reshape(scores.n_tokens, logprobs.shape)).max(axis=1)
+        else:
+            found = np.logaddexp.reduce(logprobs, axis=1)
+        by_label = np.full(len(self.labels), -np.inf)
+        by_label[: len(found)] = found
+        return by_label
 
     def _parsed(self, given: Output | ItemError) -> Row:
         answer = value_of(given)
@@ -259,10 +282,18 @@ class Classify(LanguageModelWorkload):
             pairs[truth, label] += count
             by_group.setdefault(group, Counter())[truth, label] += count
         known = set(self.labels)
+        unknown = Counter[str]()
+        for (truth, _), count in pairs.items():
+            if truth not in known and truth:
+                unknown[truth] += count
         summary: dict[str, Any] = {
             "n_without_truth": sum(count for (truth, _), count in pairs.items() if truth == ""),
-            "n_unknown_truth": sum(count for (truth, _), count in pairs.items() if truth not in known and truth),
+            "n_unknown_truth": unknown.total(),
         }
+        if unknown:
+            summary["unknown_truths"] = dict(
+                sorted(unknown.items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_UNKNOWN]
+            )
         summary |= metrics.classification_summary(metrics.count_matrix(pairs, self.labels), self.labels, n_failed)
         return summary if self.group is None else summary | self._group_metrics(by_group)
 
@@ -320,10 +351,32 @@ def _choices(labels: Sequence[str], choices: Sequence[str]) -> tuple[tuple[str, 
     A model writes one or the other depending on the prompt's end and the chat template; both mean the label.
     """
     if not choices:
-        return tuple((label, f" {label}") for label in labels)
+        return _spelt(labels)
     if len(choices) != len(labels):
         raise SlurmGPUError(f"choices has {len(choices)} texts for {len(labels)} labels; expected one for each.")
     return tuple((choice,) for choice in check_labels(choices, "choices"))
+
+
+def _spelt(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple((name, f" {name}") for name in names)
+
+
+def _question(number: int, prompt: Prompt, choices: tuple[tuple[str, ...], ...]) -> Question:
+    return Question(number, prompt, tuple(way for ways in choices for way in ways), len(choices[0]))
+
+
+def _check_choices_field(method: Method, *, calibrate: bool) -> None:
+    """Refuse settings that need the same choices for all items."""
+    if method == "parse":
+        raise SlurmGPUError(
+            "choices names a field, and method is 'parse', which reads a label in the answer. Remove choices, or set "
+            'method = "score".'
+        )
+    if calibrate:
+        raise SlurmGPUError(
+            "calibrate scores the prompt without an item, but choices names a field, and each item has its own. Remove "
+            "calibrate."
+        )
 
 
 def _described(labels: Sequence[str] | Mapping[str, str]) -> str:
