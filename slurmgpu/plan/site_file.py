@@ -1,13 +1,16 @@
 """The site file: settings for all of a user's runs on a cluster, and profiles of them by name.
 
-Run files override the settings, a chosen profile overrides run files, and options override all.
+A group that shares an installation may have one, too, which the user's overrides. Run files override both, a chosen
+profile overrides run files, and options override all.
 
 docs/how-to/site-file.md shows one; `slurmgpu init --site` writes one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,43 +108,72 @@ def site_path() -> Path:
     return expanded(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "slurmgpu" / "site.toml"
 
 
+def group_path() -> Path:
+    """The path of the site file of all who share this Python environment, which may not exist."""
+    return Path(sys.prefix, "etc", "slurmgpu", "site.toml")
+
+
 def read_site() -> dict[str, Any]:
-    """The tables of the site file, with only the keys that it sets; empty without a site file."""
-    return _tables(SiteFile, _read_site(), str(site_path()))
+    """The tables of the site files, with only the keys that they set; empty without a site file."""
+    tables: dict[str, Any] = {}
+    for _, site in _sites():
+        tables = merge_tables(tables, site)
+    return tables
 
 
 def profile_names() -> list[str]:
-    """The profiles of the site file."""
-    return list(parse_table(SiteFile, _read_site(), str(site_path())).profiles)
-
-
-def read_profile(name: str) -> dict[str, Any]:
-    """The tables of a profile, with only the keys that it sets; SlurmGPUError for an unknown name."""
-    known, path = _read_site().get("profiles", {}), site_path()
-    if name not in profile_names():
-        hint = did_you_mean(name, known) or " It has none; write one, for example [profiles.debug.slurm]."
-        raise SlurmGPUError(f"The site file {path} has no profile {name!r}.{hint}")
-    return _tables(Profile, known[name], f"{path}, profile {name}")
+    """The profiles of the site files."""
+    return list(_profiles())
 
 
 def put_profile(overrides: Overrides, name: str | None) -> None:
-    """Put the values of a profile into the overrides; by default of the profile in SLURMGPU_PROFILE, if it is set."""
+    """Put the values of a profile into the overrides; by default of the profile in SLURMGPU_PROFILE, if it is set.
+
+    SlurmGPUError for an unknown name.
+    """
     if name := name or os.environ.get("SLURMGPU_PROFILE"):
-        overrides.put(read_profile(name), f"{site_path().name}, profile {name}")
+        known = _profiles()
+        if name not in known:
+            hint = did_you_mean(name, known) or " It has none; write one, for example [profiles.debug.slurm]."
+            raise SlurmGPUError(f"The site file {site_path()} has no profile {name!r}.{hint}")
+        path, value = known[name]
+        tables = _tables(Profile, value, path, f"{path}, profile {name}")
+        overrides.put(tables, f"{_shown(path)}, profile {name}")
 
 
-def _read_site() -> dict[str, Any]:
-    try:
-        return read_toml(site_path())
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+def _site_files() -> list[tuple[Path, dict[str, Any]]]:
+    """The site files that there are, the group's before the user's, which overrides it."""
+    found = []
+    for path in (group_path(), site_path()):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found.append((path, read_toml(path)))
+    return found
 
 
-def _tables(model: type[Table], value: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _sites() -> list[tuple[Path, dict[str, Any]]]:
+    """The same with the tables of `read_site`."""
+    return [(path, _tables(SiteFile, value, path, str(path))) for path, value in _site_files()]
+
+
+def _profiles() -> dict[str, tuple[Path, dict[str, Any]]]:
+    """By name each profile and its file; the user's of a name in place of the group's."""
+    return {
+        name: (path, value)
+        for path, tables in _site_files()
+        for name, value in parse_table(SiteFile, tables, str(path)).profiles.items()
+    }
+
+
+def _shown(path: Path) -> str:
+    """The name of a site file where a value's origin is shown."""
+    return path.name if path == site_path() else str(path)
+
+
+def _tables(model: type[Table], value: Mapping[str, Any], path: Path, where: str) -> dict[str, Any]:
     own = {key: table for key, table in value.items() if key != "profiles"}
     tables = parse_table(model, substitute(own, where)[0], where).model_dump(exclude_unset=True)
     if "container" in tables:
-        tables["container"] = _absolute(tables["container"], site_path().parent)
+        tables["container"] = _absolute(tables["container"], path.parent)
     return tables
 
 
@@ -169,19 +201,23 @@ def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = N
 
 def substitutions(source: RunFileSource) -> list[str]:
     """A line for each text of a run file, and of the site file, that has variables of the environment."""
-    site = {table: keys for table, keys in _read_site().items() if table in TABLES}
+    sites = [
+        (path, {table: keys for table, keys in tables.items() if table in TABLES}) for path, tables in _site_files()
+    ]
     own = {} if isinstance(source, GivenRunFile) or source.name == NO_RUN_FILE else read_toml(source)
-    files = (site_path(), site), (path_of(source), own)
+    files = *sites, (path_of(source), own)
     return [line for file, tables in files for line in substitute(tables, file.name)[1]]
 
 
 def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
     """Every value in TABLES that was set, and where."""
-    site, own, path = read_site(), _read(source), path_of(source)
+    sites, own, path = _sites(), _read(source), path_of(source)
     values = read_run_file(source, overrides).model_dump()
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for table in TABLES:
-        sources = dict.fromkeys(site.get(table, {}), site_path().name)
+        sources: dict[str, str] = {}
+        for site, tables in sites:
+            sources |= dict.fromkeys(tables.get(table, {}), _shown(site))
         sources |= dict.fromkeys(own.get(table, {}), path.name)
         given = [key for key, value in overrides.get(table, {}).items() if value is not None]
         sources |= {key: source_of(overrides, table, key) for key in given}

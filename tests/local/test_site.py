@@ -3,13 +3,15 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.run_file import parse_slurm_options, parse_table
-from slurmgpu.plan.site_file import SiteFile, origins, read_run_file, read_site
+from slurmgpu.plan.site_file import SiteFile, origins, profile_names, put_profile, read_run_file, read_site
 from tests.support.runs import published
 
 
@@ -76,6 +78,32 @@ def test_paths_of_a_site_file_are_relative_to_it(site):
     assert table["scratch"] == "$TMPDIR/x"
     assert table["binds"][:4] == [f"{folder}/data:/data:ro", "/abs", "~/home", "$WORK"]
     assert table["binds"][4]["src"] == f"{folder}/a:b"
+
+
+def test_a_group_has_a_site_file_in_its_environment_which_the_users_overrides(project, site, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    group = tmp_path / "env" / "etc" / "slurmgpu" / "site.toml"
+    group.parent.mkdir(parents=True)
+    group.write_text(
+        '[slurm]\naccount = "group"\npartition = "gpu"\n[container]\nimage = "a.sif"\n'
+        "[profiles.short.slurm]\ntime = 10\n[profiles.long.slurm]\ntime = 600\n"
+    )
+    path = project(8) / "slurmgpu.toml"
+    assert read_run_file(path).slurm == {"account": "group", "partition": "gpu"}
+    site('[slurm]\naccount = "mine"\n[profiles.short.slurm]\ntime = 5\n')
+    found = read_run_file(path)
+    assert found.slurm == {"account": "mine", "partition": "gpu"}
+    assert found.container.image == str(group.parent / "a.sif")
+    assert origins(path, {})["slurm"] == {
+        "account": {"value": "mine", "from": "site.toml"},
+        "partition": {"value": "gpu", "from": str(group)},
+    }
+    assert profile_names() == ["short", "long"]
+    for name, minutes, source in (("short", 5, "site.toml"), ("long", 600, str(group))):
+        overrides = Overrides()
+        put_profile(overrides, name)
+        assert read_run_file(path, overrides).slurm["time"] == minutes
+        assert origins(path, overrides)["slurm"]["time"]["from"] == f"{source}, profile {name}"
 
 
 @pytest.mark.parametrize(
