@@ -135,6 +135,15 @@ def test_a_name_that_is_no_model_is_refused_with_what_was_expected(tmp_path, nam
     assert find_model("quantised").config["quantization_config"] == {"quant_method": "awq"}
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"])
+def test_a_clone_without_the_large_files_is_refused(tmp_path, name):
+    folder = make(tmp_path / "clone")
+    assert find_model(str(folder)).folder == folder
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n")
+    with pytest.raises(SlurmGPUError, match=f"{name} is a pointer of Git LFS, not the file. Type `git lfs pull` in"):
+        find_model(str(folder))
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

@@ -39,6 +39,9 @@ MATTERS = (
 
 N_READERS = 8
 
+_POINTER, _MOST_OF_POINTER = b"version https://git-lfs.github.com/spec/", 1024
+"""The beginning of a pointer of Git LFS, and more bytes than one has, by its specification."""
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -114,6 +117,8 @@ def locate(model: str, revision: str | None = None, marker: str = hub.MODEL_CONF
         return _in_package(model.removeprefix(PACKAGE)), None
     found = _as_named(model, revision, marker)
     if found is not None:
+        if found[1] is None:
+            _refuse_pointers(found[0])
         return found
     if "://" in model:
         *_, name = model.partition("://")
@@ -126,6 +131,17 @@ def locate(model: str, revision: str | None = None, marker: str = hub.MODEL_CONF
             f"{hub.similar_folder(model)}"
         )
     return hub.download(model, revision), model
+
+
+def _refuse_pointers(folder: Path) -> None:
+    """SlurmGPUError if a file of a model is a pointer of Git LFS, which a clone without it has for large files."""
+    for path in named_in(folder, MATTERS):
+        if path.is_file() and path.stat().st_size < _MOST_OF_POINTER:
+            with open(path, "rb") as file:
+                if file.read(len(_POINTER)) == _POINTER:
+                    raise SlurmGPUError(
+                        f"{path} is a pointer of Git LFS, not the file. Type `git lfs pull` in {folder}."
+                    )
 
 
 def _is_path(model: str) -> bool:
