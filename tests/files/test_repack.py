@@ -352,9 +352,11 @@ def test_types_of_duckdb_that_arrow_would_change_are_refused(tmp_path: Path, val
         database.execute("INSERT INTO docs VALUES (1)")
     with pytest.raises(SlurmGPUError, match=r"'odd' .* whose values would change"):
         plan_query(f"duckdb:a.duckdb?SELECT {value} AS odd FROM docs ORDER BY id", tmp_path)
-    named = "{'BIT': 'BIT'::ENUM('BIT')}"
+    with pytest.raises(SlurmGPUError, match=r"'odd' .* whose values would change"):
+        plan_query(f"duckdb:a.duckdb?SELECT MAP{{'a': {{'b': {value}}}}} AS odd FROM docs ORDER BY id", tmp_path)
+    named = "{'BIT': 'BIT'::ENUM('BIT'), 'BIGNUM': [7]::INTEGER[1]}"
     spec = plan_query(f"duckdb:a.duckdb?SELECT {named} AS even FROM docs ORDER BY id", tmp_path)
-    assert all_items(spec, tmp_path / "index") == [{"even": {"BIT": "BIT"}}]
+    assert all_items(spec, tmp_path / "index") == [{"even": {"BIT": "BIT", "BIGNUM": [7]}}]
 
 
 def test_a_run_file_may_name_a_query(tmp_path: Path) -> None:
