@@ -14,7 +14,7 @@ from slurmgpu.inputs.fields import InputFields
 from slurmgpu.inputs.file_items import list_files
 from slurmgpu.inputs.paths import fetch, find, is_of_hub, passed_over
 from slurmgpu.inputs.reader import Reader, open_items
-from slurmgpu.inputs.repack import FOLDER, repack_table
+from slurmgpu.inputs.repack import FOLDER, publish, repack_table
 from slurmgpu.inputs.scanner import concatenate, promise, scan
 from slurmgpu.inputs.spec import InputFile, InputSpec
 
@@ -32,6 +32,7 @@ __all__ = [
     "open_items",
     "passed_over",
     "promise",
+    "publish",
     "query_in",
     "repack_query",
     "repack_table",

@@ -68,7 +68,7 @@ class Extension:
             _link_or_copy_into(run.folder, path, self.run.folder)
         for shard, revisions in self.shards.items():
             for revision in revisions:
-                _link_or_copy(self.run.revision_path(shard, revision), run.revision_path(shard, revision))
+                link_or_copy(self.run.revision_path(shard, revision), run.revision_path(shard, revision))
         fsync_dir(run.shards)
 
     def _files(self) -> Iterator[PurePosixPath]:
@@ -175,11 +175,13 @@ def _link_or_copy_into(folder: Path, path: PurePosixPath, old: Path) -> None:
         return
     for number in range(1, len(path.parts)):
         make_folder(folder.joinpath(*path.parts[:number]))
-    _link_or_copy(old / path, folder / path)
+    link_or_copy(old / path, folder / path)
     fsync_dir((folder / path).parent)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a link to a file, or a copy with its time where it cannot be linked."""
+
     def link() -> None:
         try:
             os.link(source, target)
@@ -190,6 +192,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
     def copy() -> None:
         with open(source, "rb") as content, whole_file(target) as file:
             shutil.copyfileobj(content, file, CHUNK_BYTES)
+        status = source.stat()
+        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     try:
         retried(link)

@@ -15,6 +15,7 @@ from slurmgpu.inputs import file_items, sweeps
 from slurmgpu.inputs.keys import check_names
 from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.names import title_of
+from slurmgpu.plan.extension import link_or_copy
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.site_file import named
 from slurmgpu.report.build import is_complete
@@ -77,28 +78,49 @@ def look_at(items: str | None, limit: int | None) -> Look | None:
 
 @dataclass(frozen=True)
 class Scans:
-    """The inputs that were read for the runs of a sweep, each with its index in `folder`."""
+    """The inputs that were read for the runs of a sweep: their indices in `folder`, repacked files in `room`."""
 
     folder: Path
+    room: Callable[[], Path]
     _found: dict[Any, tuple[inputs.InputSpec, Path]] = field(default_factory=dict)
+    _repacked: dict[Any, inputs.InputSpec] = field(default_factory=dict)
 
     def scan(
-        self, paths: Sequence[Path], index: Path, stride: int, read: Callable[[], inputs.InputSpec]
+        self, named: str, paths: Sequence[Path], asked: ItemRequest, read: Callable[[], inputs.InputSpec]
     ) -> inputs.InputSpec:
-        """The result of `read` for these files, and their index; `read` is called once for equal files."""
+        """The result of `read` for these files, and their index; `read` is called once for equal files.
+
+        Repacked files are linked, so that each run has them in its directory. `named` is a query, or "".
+        """
         # If a file is missing, `read` raises the error.
-        files = [
-            (path, (status := status_of(path)) and (status.st_ino, status.st_size, status.st_mtime_ns))
-            for path in paths
-        ]
-        if (known := self._found.get(key := (stride, *files))) is not None:
-            shutil.copyfile(known[1], index)
+        files = (
+            named,
+            *(
+                (path, (status := status_of(path)) and (status.st_ino, status.st_size, status.st_mtime_ns))
+                for path in paths
+            ),
+        )
+        if (known := self._found.get(key := (asked.stride, files))) is not None:
+            shutil.copyfile(known[1], asked.index)
             return known[0]
+        if (repacked := self._repacked.get(files)) is not None:
+            return inputs.publish(replace(_linked(repacked, asked.room()), stride=asked.stride), asked.index)
         spec = read()
-        if not spec.repacked:  # such files move into the directory of one run
+        if spec.repacked:  # these move into the directory of one run
+            self._repacked[files] = _linked(spec, self.room() / str(len(self._repacked)))
+        else:
             kept = self.folder / f"{len(self._found)}.idx"
-            self._found[key] = spec, shutil.copyfile(index, kept)
+            self._found[key] = spec, shutil.copyfile(asked.index, kept)
         return spec
+
+
+def _linked(spec: inputs.InputSpec, room: Path) -> inputs.InputSpec:
+    """Repacked files in another room."""
+    folder = room / inputs.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in spec.files:
+        link_or_copy(Path(file.path), folder / Path(file.path).name)
+    return replace(spec, files=tuple(replace(file, path=str(folder / Path(file.path).name)) for file in spec.files))
 
 
 @dataclass(frozen=True)
@@ -227,11 +249,13 @@ def _scan(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec:
     query = inputs.query_in(named, base)
 
     def scan() -> inputs.InputSpec:
-        if query is not None:
-            return inputs.repack_query(query, asked.room(), index, stride=stride, progress=progress)
-        paths = inputs.find(named, base)
-        read = partial(inputs.scan, paths, index, stride=stride, progress=progress, room=asked.room)
-        return read() if asked.scans is None else asked.scans.scan(paths, index, stride, read)
+        if query is None:
+            paths = inputs.find(named, base)
+            read = partial(inputs.scan, paths, index, stride=stride, progress=progress, room=asked.room)
+        else:
+            paths = [query.path]
+            read = partial(inputs.repack_query, query, asked.room(), index, stride=stride, progress=progress)
+        return read() if asked.scans is None else asked.scans.scan(str(query or ""), paths, asked, read)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 

@@ -132,7 +132,7 @@ def draft_run(
                 workload,
                 kept=built.keep.values(),
                 folder=Path(scratch),
-                room=functools.cache(lambda: _room_beside(target, stack)),
+                room=functools.cache(lambda: room_beside(target, stack)),
                 stride=min(built.batch_size, asked.shard_items or built.batch_size),
                 after=after,
                 progress=progress,
@@ -298,7 +298,7 @@ def _check_here(workload: Adapted, config: RunFile, folder: Path) -> list[str]:
     return []
 
 
-def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
+def room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
     """A temporary folder on the run directory's file system: files move there without a copy, and /tmp may be small."""
     there = next(folder for folder in run_dir.parents if folder.is_dir())
     room = tempfile.TemporaryDirectory(

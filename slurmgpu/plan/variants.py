@@ -17,7 +17,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import sweeps
 from slurmgpu.plan.items import Look, Scans
 from slurmgpu.plan.overrides import Overrides, place_of
-from slurmgpu.plan.planner import Draft, draft_run
+from slurmgpu.plan.planner import Draft, draft_run, room_beside
 from slurmgpu.plan.run_path import run_path
 from slurmgpu.plan.site_file import RunFileSource, path_of, read_run_file
 from slurmgpu.plan.sweep_keys import split_sweep
@@ -168,7 +168,10 @@ def drafted(
     changed: dict[str, str] = {}
     replaces = variants.replace_looks
     with contextlib.ExitStack() as stack:
-        scans = Scans(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-"))))
+        scans = Scans(
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-"))),
+            functools.cache(lambda: room_beside(variants.folder / "runs", stack)),
+        )
         drafting = functools.partial(
             draft_run, source, after=after, look=look, scans=scans, git=functools.cache(git_state)
         )

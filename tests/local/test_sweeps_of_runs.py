@@ -1,8 +1,10 @@
 """One command for several runs: [sweep] over inputs, models and other keys of the run file."""
 
+import contextlib
 import json
 import math
 import shutil
+import sqlite3
 from dataclasses import replace
 
 import pytest
@@ -397,6 +399,31 @@ def test_an_input_and_the_repository_are_read_once_for_all_runs(swept, monkeypat
     assert read.count("scan") == 2  # there are two inputs
     assert read.count("_git_output") <= 2  # for its two questions
     assert [len(run.results()) for run in runs.values()] == [6, 6, 6, 5, 5, 5]
+
+
+@pytest.mark.parametrize("kind", ["json", "query"])
+def test_a_repacked_input_is_repacked_once_and_is_in_each_run_directory(swept, monkeypatch, kind):
+    path, read = swept / "slurmgpu.toml", []
+    items = [json.loads(line) for line in (swept / "items.jsonl").read_text().splitlines()]
+    (swept / "items.json").write_text(json.dumps(items))
+    with contextlib.closing(sqlite3.connect(swept / "items.db")) as database, database:
+        database.execute("CREATE TABLE items (number INTEGER, item TEXT)")
+        database.executemany("INSERT INTO items VALUES (?, ?)", enumerate(map(json.dumps, items)))
+    fields = ", ".join(f"json_extract(item, '$.{name}') AS {name}" for name in items[0])
+    given = {"json": "items.json", "query": f"sqlite:items.db?SELECT {fields} FROM items ORDER BY number"}[kind]
+    sweep = {"sweep.input": [given], "sweep.settings.item_s": [0.0, 0.001], "sweep.workload.batch_size": [2, 3]}
+    name = {"json": "scan", "query": "repack_query"}[kind]
+    monkeypatch.setattr(package.inputs, name, recorded(getattr(package.inputs, name), name, read))
+    runs = [*package.submit_all(path, executor="debug", gpus=0, overrides=sweep).values()]
+    assert read == [name]
+    assert [len(run.results()) for run in runs] == [6, 6, 6, 6]
+    files = [run.folder / "input" / "00000.parquet" for run in runs]
+    assert len({file.stat().st_ino for file in files}) == 1
+    shutil.rmtree(runs[0].folder)
+    package.submit_all(path, executor="debug", gpus=0, overrides=sweep)
+    assert read == [name] * 2
+    assert files[0].stat().st_ino != files[1].stat().st_ino
+    assert [*swept.glob(".*.partial")] == []
 
 
 def test_an_interrupt_names_the_run_that_was_not_submitted(swept, monkeypatch, capsys):

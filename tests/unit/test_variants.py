@@ -1,5 +1,7 @@
 """What [sweep] with keys of the run file stands for: runs, their names, and the values that each has."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from slurmgpu import inputs
@@ -192,7 +194,7 @@ def test_a_key_that_may_be_a_setting_as_well_is_refused_with_both_ways_to_write_
 def test_an_input_with_a_file_that_is_gone_is_not_taken_for_another(tmp_path):
     there, gone, index = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "input.idx"
     there.write_text("one\n")
-    scans = Scans(tmp_path)
-    scans.scan([there], index, 1, lambda: inputs.scan([there], index, stride=1))
+    scans, asked = Scans(tmp_path, lambda: tmp_path), SimpleNamespace(index=index, stride=1)
+    scans.scan("", [there], asked, lambda: inputs.scan([there], index, stride=1))
     with pytest.raises(SlurmGPUError, match=r"b\.txt"):
-        scans.scan([there, gone], index, 1, lambda: inputs.scan([there, gone], index, stride=1))
+        scans.scan("", [there, gone], asked, lambda: inputs.scan([there, gone], index, stride=1))
