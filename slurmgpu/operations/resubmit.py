@@ -24,7 +24,7 @@ from slurmgpu.run import mapped_function
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import Pickled, Submission
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.shared_files import remove
@@ -124,6 +124,8 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
         check_image(container)
         submission = replace(submission, container=container)
         notes += changes
+    else:  # an image's own Python is compared by the tasks
+        _refuse_other_python(run, taken.get("functions", {}))
     executor_named(submission.executor).check(submission, container)
     computed = []
     if again.shards:
@@ -136,6 +138,25 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
             f"{mapped_function.with_another_function(run, name)}"
         )
     return Resubmission(replace(submission, code=taken), missing, again, notes, changed, computed)
+
+
+def _refuse_other_python(run: Run, given: Mapping[str, Pickled]) -> None:
+    """SlurmGPUError if tasks, which run in this Python, cannot read a function that is stored in the run.
+
+    `given` are the functions that replace the planned ones, by role.
+    """
+    settings = run.plan.settings
+    if run.plan.workload != mapped_function.MAPPED:
+        return
+    planned = settings.get("pickled")
+    pickled = {role: given.get(role, planned) for role in ("function", "load") if settings.get(role) or role in given}
+    for role, each in pickled.items():
+        if each is not None and each["python"] != (here := code_functions.minor_version()):
+            raise SlurmGPUError(
+                f"`{role}` of {run.folder} is stored as Python {each['python']} pickled it, and this is Python {here}, "
+                f"which cannot read it. Resubmit from Python {each['python']}, or hand it over again, in Python: "
+                f"slurmgpu.open_run({str(run.folder)!r}).resubmit({', '.join(f'{name}={name}' for name in pickled)})"
+            )
 
 
 def packed(

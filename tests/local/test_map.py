@@ -375,6 +375,23 @@ def by_name(name, function):
     return function
 
 
+def test_a_function_that_another_python_pickled_is_refused_before_anything_is_submitted(monkeypatch):
+    def half(item, loaded):
+        if item == 3:
+            raise ItemError("three")
+        return item / loaded
+
+    run = slurmgpu.map(half, [2, 3, 4], load=lambda: 2, columns="float32", **IN_PROCESS)
+    monkeypatch.setattr("slurmgpu.code.functions.platform.python_version_tuple", lambda: ("3", "99", "0"))
+    said = rf"`function` of {run.folder} is stored as Python 3\.\d+ pickled it, and this is Python 3\.99, which cannot"
+    with pytest.raises(SlurmGPUError, match=said) as raised:
+        run.resubmit(failed=True)
+    assert str(raised.value).endswith(".resubmit(function=function, load=load)")
+    assert len(run.run.submissions()) == 1
+    with pytest.raises(SlurmGPUError, match="`load` of"):
+        run.resubmit(failed=True, function=lambda item, loaded: 7)
+
+
 def test_an_importable_function_is_imported_from_the_snapshot_of_its_module(tmp_path, monkeypatch):
     (tmp_path / "mapped_module.py").write_text("FACTOR = 2\n\ndef double(item) -> int:\n    return item * FACTOR\n")
     monkeypatch.syspath_prepend(str(tmp_path))
