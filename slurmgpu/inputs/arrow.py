@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class ArrowRows(Groups):
         import pyarrow as pa
 
         try:
-            self._source = pa.memory_map(path)
+            self._source = pa.memory_map(os.fsencode(path))  # it may have bytes that are no UTF-8
         except damage() as error:  # an empty file cannot be mapped
             raise_if_disk_failed(error)
             raise SlurmGPUError(f"{path} is not an Arrow file: {error}.") from error

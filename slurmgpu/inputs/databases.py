@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from slurmgpu.inputs.formats import Preview, refuse_changed
 from slurmgpu.inputs.repack import FOLDER, RowGroups, even, hash_file, publish
 from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet
+from slurmgpu.util.json_values import is_utf8
 from slurmgpu.util.packages import check_pyarrow
 from slurmgpu.util.users import expanded
 
@@ -106,7 +108,7 @@ def _pack_sqlite(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
     import pyarrow as pa
 
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(query.path))}?mode=ro", uri=True)) as database:
+        with closing(sqlite3.connect(f"file:{quote(os.fsencode(query.path))}?mode=ro", uri=True)) as database:
             database.isolation_level = None
             database.execute("BEGIN")  # both readings see the same rows
             cursor = database.execute(query.sql)
@@ -130,6 +132,8 @@ def _pack_sqlite(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
 def _pack_duckdb(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
     import pyarrow as pa
 
+    if not is_utf8(str(query.path)):
+        raise SlurmGPUError(f"DuckDB cannot open {query.path}, whose path is not UTF-8. Rename it.")
     try:
         import duckdb
     except ImportError as error:

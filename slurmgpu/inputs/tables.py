@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -99,10 +100,12 @@ class ParquetRows(Groups):
 
     def __init__(self, path: str) -> None:
         check_pyarrow(f"Reading {path} needs")
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+            # As bytes: a path may have some that are no UTF-8.
+            self._file = pq.ParquetFile(pa.OSFile(os.fsencode(path)), page_checksum_verification=True)
         except damage() as error:
             raise_if_disk_failed(error)
             raise SlurmGPUError(f"{path} is not a Parquet file: {error}.") from error
@@ -113,7 +116,7 @@ class ParquetRows(Groups):
     def close(self) -> None:
         """Close the file and drop the row group."""
         super().close()
-        self._file.close()
+        self._file.close(force=True)
 
     def load(self, group: int) -> Any:
         """A row group."""

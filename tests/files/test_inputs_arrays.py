@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather
+import pyarrow.parquet
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
@@ -136,6 +137,17 @@ def test_the_rows_of_arrow_files_are_items(tmp_path: Path, compression: str) -> 
     options = {"compression": None if compression == "uncompressed" else compression}
     write_stream(tmp_path / "b.arrow", TABLE.slice(20), 4, **options)
     assert read(["a.feather", "b.arrow"], tmp_path) == ROWS
+
+
+def test_a_path_may_have_bytes_that_are_no_utf8(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xffn\ne w")
+    folder.mkdir()
+    with open(folder / "a.parquet", "wb") as file:
+        pyarrow.parquet.write_table(TABLE, file)
+    with open(folder / "a.feather", "wb") as file:
+        pyarrow.feather.write_feather(TABLE, file)
+    for name in ("a.parquet", "a.feather"):
+        assert read(name, folder) == ROWS
 
 
 def test_an_arrow_file_that_is_cut_after_it_was_opened_kills_no_process(tmp_path: Path) -> None:

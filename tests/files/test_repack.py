@@ -334,6 +334,16 @@ def test_a_query_that_cannot_be_an_input_is_refused(tmp_path: Path, named: str, 
         plan_query(named, tmp_path)
 
 
+def test_a_database_may_have_a_path_that_is_not_utf8_unless_it_is_duckdbs(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff %41")
+    folder.mkdir()
+    make_sqlite(folder / "a.db", SQL_ROWS[:9])
+    spec = plan_query("sqlite:a.db?SELECT id FROM docs ORDER BY id", folder)
+    assert all_items(spec, folder / "index") == [{"id": number} for number in range(9)]
+    with pytest.raises(SlurmGPUError, match=r"DuckDB cannot open .*a\.db, whose path is not UTF-8"):
+        plan_query("duckdb:a.db?SELECT id FROM docs ORDER BY id", folder)
+
+
 def test_a_column_of_sqlite_has_no_rounded_integers(tmp_path: Path) -> None:
     """Beside floats they would be floats, which may be other numbers."""
     make_sqlite(tmp_path / "a.db", [(1, "a", 2**53 + 1, b""), (2, "b", 0.5, b"")])
