@@ -23,7 +23,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import CodeType
 from typing import Any
 
@@ -164,6 +164,9 @@ def pack(
     modules |= _named_in(pickled.codes, folder)
     sources = [None if each is None else _source_of(each) for each in functions.values()]
     texts = {text for source in sources if source is not None for text in _read_texts(source)}
+    used = [value for each in functions.values() for _, value in pickling.used_by(each)]
+    folders = {value for value in used if isinstance(value, PurePath)}  # DATA / "prompts.json"
+    texts |= {str(folder / text) for folder in folders for text in texts if PurePath(text).suffix}
     content = pickled.content + pickle.dumps(_lines_of(pickled.codes))
     return Packed(tuple(functions), content, digest, sources[0], tuple(sorted(modules)), tuple(sorted(texts)))
 

@@ -201,7 +201,7 @@ def to_blame(function: Any) -> dict[str, str]:
 
 
 def _blame(function: Any, met: set[int], found: dict[str, str]) -> None:
-    for name, value in _used_by(function):
+    for name, value in used_by(function):
         if id(value) in met:
             continue
         met.add(id(value))
@@ -220,7 +220,7 @@ def of_cpu(function: Any) -> list[str]:
     found: dict[str, None] = {}
     met, todo = {id(function)}, [function]
     while todo:
-        for name, value in _used_by(todo.pop()):
+        for name, value in used_by(todo.pop()):
             if (isinstance(value, str) or _is_device(value)) and str(value) == "cpu":
                 found[name] = None
             elif (
@@ -236,15 +236,15 @@ def _is_device(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.device)
 
 
-def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
+def used_by(function: Any) -> Iterator[tuple[str, Any]]:
     """The values that a function holds or reads, with the names of their variables."""
     if isinstance(function, functools.partial):
         yield from [(f"argument {number}", value) for number, value in enumerate(function.args)]
         yield from function.keywords.items()
-        yield from _used_by(function.func)
+        yield from used_by(function.func)
     elif isinstance(function, MethodType):
-        yield from _used_by(function.__self__)
-        yield from _used_by(function.__func__)
+        yield from used_by(function.__self__)
+        yield from used_by(function.__func__)
     elif isinstance(function, FunctionType):
         names = {name for code in _codes_of(function) for name in code.co_names}
         yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
@@ -255,14 +255,14 @@ def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
         yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
         yield from (function.__kwdefaults__ or {}).items()
     elif isinstance(function, staticmethod | classmethod):
-        yield from _used_by(function.__func__)
+        yield from used_by(function.__func__)
     elif isinstance(function, property):
         yield from ((each.__name__, each) for each in (function.fget, function.fset, function.fdel) if each is not None)
     elif isinstance(function, type):
         yield from ((name, value) for name, value in vars(function).items() if name not in ("__dict__", "__weakref__"))
         yield from ((base.__name__, base) for base in function.__bases__)
     elif hasattr(function, "__wrapped__"):
-        yield from _used_by(function.__wrapped__)
+        yield from used_by(function.__wrapped__)
     elif hasattr(function, "__dict__"):
         yield from vars(function).items()
         yield type(function).__name__, type(function)

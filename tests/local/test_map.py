@@ -275,21 +275,24 @@ def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same
         assert file["result"][:].tolist() == [n * n for n in range(16)]
 
 
-def test_a_file_that_a_function_by_value_reads_is_told_and_part_of_its_code(tmp_path, caplog):
-    (tmp_path / "prompt.txt").write_text("1")
+@pytest.mark.parametrize("name", ["prompt.txt", "data/prompts/prompt.txt"])
+def test_a_file_that_a_function_by_value_reads_is_told_and_part_of_its_code(tmp_path, caplog, name):
+    folder = Path(name).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompt.txt").write_text("1")
 
     def load():
-        return float(Path("prompt.txt").read_text())
+        return float((folder / "prompt.txt").read_text())
 
     def times(item, factor):
         return item * factor
 
     run = slurmgpu.map(times, [1, 2], load=load, columns="float64", **IN_PROCESS).run
-    assert "not as they are now: prompt.txt." in caplog.text
+    assert f"not as they are now: {name}." in caplog.text
     (run.folder / "merged.h5").unlink()
     for path in (run.folder / "shards").glob("*.h5"):
         path.unlink()
-    (tmp_path / "prompt.txt").write_text("2")
+    (folder / "prompt.txt").write_text("2")
     slurmgpu.open_run(run.folder).resubmit()
     former, now = [line["code"]["digest"] for line in run.submissions()]
     assert former != now
