@@ -28,6 +28,7 @@ from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.structured import Property, properties_of
 from tests.support.byte_models import HARMONY, THINKING, make_byte_llama, make_byte_tokenizer
+from tests.support.nightly import by_night
 from tests.support.runs import datasets
 from tests.support.tiny_models import sum_steps
 
@@ -410,17 +411,18 @@ def test_in_openais_channels_the_form_is_that_of_the_final_one(tmp_path):
 
 
 @pytest.mark.model
-def test_structured_rows_are_the_same_after_kills_and_cut_ones_are_missing_alone(project, slurmgpu, bytewise):
+@pytest.mark.parametrize("how", [("debug",), by_night(("local", "--tasks", "1", "--inject", "kill@5"))])
+def test_structured_rows_are_the_same_in_other_batches_and_cut_ones_are_missing_alone(project, slurmgpu, bytewise, how):
+    """A worker of its own imports transformers, which takes longer than all else here: by night, after a kill."""
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     settings = {"model": str(bytewise), "prompt": "{x}", "temperature": 1.0, "max_tokens": 16, "precision": "fp32"}
     folder = project(16, batch_size=4, settings={**settings, "schema": "file:form.json"}, seed=3)
     (folder / "form.json").write_text(json.dumps(schema))
-    text = (folder / "slurmgpu.toml").read_text()
-    (folder / "slurmgpu.toml").write_text(text.replace("workloads.py:Rows", "generate"))
+    text = (folder / "slurmgpu.toml").read_text().replace("workloads.py:Rows", "generate")
     submit = ("submit", "--gpus", "0", "--executor")
-    slurmgpu(*submit, "debug", "--run-dir", "one/run", cwd=folder, expect=0, **ONE_THREAD)
-    kills = ("--tasks", "1", "--inject", "kill@5")
-    slurmgpu(*submit, "local", *kills, "--run-dir", "two/run", cwd=folder, expect=0, **ONE_THREAD)
+    for batch_size, words in ((4, ("debug", "--run-dir", "one/run")), (3, (*how, "--run-dir", "two/run"))):
+        (folder / "slurmgpu.toml").write_text(text.replace("batch_size = 4", f"batch_size = {batch_size}"))
+        slurmgpu(*submit, *words, cwd=folder, expect=0, **ONE_THREAD)
     assert datasets(folder / "one") == datasets(folder / "two")
     with slurmgpu_package.open(folder / "one/run/merged.h5") as merged:
         assert merged["age"].dtype == np.int64
