@@ -163,6 +163,8 @@ def test_pooling_and_length_are_the_models_own_unless_they_are_given(tmp_path, p
     assert (own.pooling, own.max_tokens) == ("cls", 128)
     given = Embed(model=model, pooling="mean", max_tokens=64)
     assert (given.pooling, given.max_tokens) == ("mean", 64)
+    (tmp_path / "sentence_bert_config.json").rename(tmp_path / "sentence_xlm-roberta_config.json")
+    assert Embed(model=model).max_tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -562,6 +564,22 @@ def test_prompts_are_applied_and_left_out_as_sentence_transformers_does(tmp_path
     other = loaded(model=model, dtype="float32", prefix="on a mat ")
     np.testing.assert_allclose(vectors(other, *texts), theirs.encode(texts, prompt="on a mat "), atol=1e-6)
     assert np.abs(vectors(ours, *texts) - vectors(other, *texts)).max() > 0.01
+
+
+@pytest.mark.model
+def test_vectors_end_where_their_model_says_as_from_sentence_transformers(tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    model = with_prompts(tmp_path)
+    describe(tmp_path, config_sentence_transformers={"truncate_dim": 8})
+    texts = ["a cat", "the dog sat on the mat"]
+    cut = loaded(model=model, dtype="float32")
+    assert cut.columns["embedding"].shape == (8,)
+    theirs = SentenceTransformer(model, device="cpu").encode(texts, batch_size=1, normalize_embeddings=True)
+    np.testing.assert_allclose(vectors(cut, *texts), theirs, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(theirs, axis=1), 1, atol=1e-6)
+    describe(tmp_path, config_sentence_transformers={"truncate_dim": 64})
+    assert Embed(model=model).columns["embedding"].shape == (32,)
 
 
 @pytest.mark.model

@@ -20,7 +20,7 @@ MODEL_CONFIG = "config.json"
 
 SMALL_FILES = [
     *("config.json", "generation_config.json", "tokenizer_config.json", "*.index.json"),
-    *("modules.json", "sentence_bert_config.json", "*/config.json", "adapter_config.json"),
+    *("modules.json", "sentence_*_config.json", "*/config.json", "adapter_config.json"),
     *("config_sentence_transformers.json", "preprocessor_config.json", "processor_config.json"),
 ]
 """Model files that planning reads; no weights."""

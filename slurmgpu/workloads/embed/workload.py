@@ -35,6 +35,7 @@ Pooling = Literal["mean", "cls"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 HIDDEN_SIZE_KEYS = ("hidden_size", "dim", "d_model", "n_embd")  # BERT's, DistilBERT's, XLNet's, GPT-2's
+LIMITS_OF = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 MIN_TOKENS = 4  # with the special tokens at a text's ends
 
 Vectors = tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]
@@ -103,9 +104,11 @@ class Embed:
                 + (f", and at most the model's {longest} positions." if longest else ".")
             )
 
-        self.columns = {"embedding": Array(dtype, (hidden_size,))}
+        said = read_json(folder / "config_sentence_transformers.json")
+        width = min(hidden_size, said.get("truncate_dim") or hidden_size)
+        self.columns = {"embedding": Array(dtype, (width,))}
         self.pooling = pooling or _own_pooling(folder) or "mean"
-        told = read_json(folder / "sentence_bert_config.json")
+        told = _own_limits(folder)
         self.max_tokens = max_tokens or told.get("max_seq_length")
         self._lowers = bool(told.get("do_lower_case"))
         prompts = _own_prompts(folder, is_needed=prefix is None)
@@ -248,6 +251,7 @@ class Embed:
             else:
                 mask = batch["attention_mask"][:, first:].unsqueeze(-1)
                 vectors = (tokens[:, first:] * mask).sum(1) / mask.sum(1)
+            vectors = vectors[:, : self.columns["embedding"].shape[0]]
             if self.normalize:
                 vectors = torch.nn.functional.normalize(vectors)
             vectors = vectors.to(getattr(torch, self.dtype))
@@ -258,6 +262,15 @@ def _row(vector: npt.NDArray[Any], is_finite: bool) -> Row | ItemError:
     if is_finite:
         return {"embedding": vector}
     return ItemError('the embedding is not finite; precision = "fp32" and dtype = "float32" have a larger range')
+
+
+def _own_limits(folder: Path) -> Mapping[str, Any]:
+    """`max_seq_length` and `do_lower_case` of a sentence-transformers model, if its folder says them.
+
+    Its early versions named the file for the encoder, and version 6 still reads these names, in this order.
+    """
+    files = (folder / f"sentence_{family}_config.json" for family in LIMITS_OF)
+    return next(filter(None, map(read_json, files)), {})
 
 
 def _own_pooling(folder: Path) -> str | None:
