@@ -25,6 +25,11 @@ KINDS = ("numeric", "exact", "regex", "math", "python")
 _FORMULA = re.compile(r"(?<!\\)(?:\\\\)*(?:\$|\\[(\[]|\\boxed)")
 """A mark of mathematics. The sign of dollars has a backslash before it, and `\\\\[` is the end of a matrix's row."""
 
+_COUNTED = re.compile(
+    r"([-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?)\s+(?!(?:sin|cos|tan|cot|sec|csc|log|exp|mod|sqrt)\b)[A-Za-z]{3,}(?:\s+[A-Za-z]+)*"
+)
+"""A number of things: math-verify reads a word that it does not know as a product of its letters."""
+
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.S)
 
 TOLERANCE = Fraction(1, 1_000_000)
@@ -146,7 +151,8 @@ class Symbolic(Checker):
     def answer(self, text: str) -> str | None:
         """The marked answer, or the last expression that the library finds in a text without one."""
         if self.pattern is None and marked(text)[0] is None:
-            return self.symbols.written(text)
+            # math-verify finds no number behind a typeset minus sign, and "3.**" in **3.**
+            return (self.symbols.written(text.replace("−", "-")) or "").rstrip("*.") or None
         return super().answer(text)
 
     def normal(self, answer: str) -> str:
@@ -278,7 +284,11 @@ def _reference_in(data: Mapping[str, Any], field: str) -> Any:
 
 def _as_formula(answer: str) -> str:
     """An answer as text that math-verify parses as a formula: without delimiters it reads x^2 as words."""
-    return answer if _FORMULA.search(answer) else rf"\boxed{{{answer}}}"
+    if _FORMULA.search(answer):
+        return answer
+    plain = answer.strip(" *").rstrip(" *.")
+    counted = _COUNTED.fullmatch(plain)
+    return rf"\boxed{{{counted[1] if counted else plain}}}"
 
 
 def _load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:

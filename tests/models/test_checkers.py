@@ -113,6 +113,8 @@ def test_the_number_that_a_text_ends_on(text, said, value):
         ({"kind": "numeric"}, "3.1415", 3.14159265, False),
         ({"kind": "numeric", "tolerance": 0.0}, "3.1415926", 3.14159265, False),
         ({"kind": "numeric", "tolerance": 0.1}, "95", 100, True),
+        ({"kind": "numeric"}, r"\boxed{3!}", 3, False),
+        ({"kind": "numeric"}, "It is 3!", 3, True),
         ({"kind": "numeric"}, "no idea", 4, False),
         ({"kind": "numeric", "pattern": r"Answer: (\S+)"}, "Answer: 4, from 2 and 2", 4, True),
         ({"kind": "exact"}, "I think so.\nThe  Hague.", "the hague", True),
@@ -211,6 +213,10 @@ def test_a_pattern_that_takes_for_ever_is_the_items_error(monkeypatch):
         "3-5",
         "12:30",
         "10 000",
+        "10!",
+        r"5 \text{ or } 6",
+        "1 and 2",
+        r"\begin{pmatrix}1\\2\end{pmatrix}",
         "She has no more than two dogs",  # which may be a sentence on the way
     ],
 )

@@ -53,18 +53,19 @@ _MARK = re.compile(r"####|#(?=\s{0,8}[-−–+$.\d])")
 _BOX = "\\boxed{"
 
 # In a text with # for each number: a sign or function of mathematics, two numbers without a word between them, a number
-# times a letter, a letter plus something. Letters that are often units are left out.
+# times a letter, a letter plus something, a factorial. Letters that are often units are left out.
 _FORMULA = re.compile(
-    r"\\[A-Za-z]|[\^√π∞±<>≤≥²³]|#[^A-Za-z#]*#|#\s?[bijnqruvwxyz](?![A-Za-z])"
+    r"\\[A-Za-z]|[\^√π∞±<>≤≥²³]|#[^A-Za-z#]*#|#!|#\s?[bijnqruvwxyz](?![A-Za-z])"
     r"|(?<![A-Za-z])[A-Za-z]\s{0,3}[-+*×]|[-+*×]\s{0,3}[A-Za-z](?![A-Za-z])"
     r"|(?<![A-Za-z])(?:sin|cos|tan|log|ln|exp|sqrt|pi|mod)(?![A-Za-z])"
 )
+_SEVERAL = re.compile(r"#\s{1,8}(?:or|and)\s{1,8}#")
 _BEFORE = re.compile(r"(?:\^\s?[{(]?|\\sqrt\s?\{?|√|\d:|/)$")
 _BEHIND = re.compile(
     r"\s{0,3}(?:[\^√π²³]|\\(?:sqrt|pi|[dt]?frac|cdot|times|theta|log|ln|sin|cos|tan|binom|infty)(?![A-Za-z]))"
     r"|[xyz](?![A-Za-z])"
 )
-_WORD = re.compile("[A-Za-z]{2,}")
+_WORD = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]{2,}")  # not \begin{pmatrix}
 _N_WORDS_OF_AN_ANSWER = 3
 
 _ANY = (
@@ -151,7 +152,8 @@ def reference_number(text: str) -> Number | None:
         return None
     shown = answer if is_boxed and answer is not None else lines[-1] if answer is None else lines[0]
     is_prose = answer is None and len(_WORD.findall(shown)) > _N_WORDS_OF_AN_ANSWER
-    if not is_prose and _is_formula(_right_side(_plain(shown))):
+    plain = _right_side(_plain(shown))
+    if not is_prose and (_is_formula(plain) or _SEVERAL.search(_outline(plain))):
         return None
     found = number_in(text)
     return None if found is not None and is_prose and found.text.lower() in _NAMES else found
@@ -219,7 +221,12 @@ def _right_side(plain: str) -> str:
 
 
 def _is_formula(plain: str) -> bool:
-    return _FORMULA.search(_NUMBER.sub("#", plain.replace("#", " "))) is not None
+    return _FORMULA.search(_outline(plain)) is not None
+
+
+def _outline(plain: str) -> str:
+    """The text with # for each number."""
+    return _NUMBER.sub("#", plain.replace("#", " "))
 
 
 def _braced(text: str, start: int) -> str:
