@@ -127,7 +127,7 @@ def test_a_killed_worker_takes_the_process_along_and_changes_no_byte(tmp_path, r
     assert not any(map(has_ended, pids))
     assert kill_workers(project)
     for pid in pids:
-        wait_until(lambda pid=pid: has_ended(pid), "the end of the process and of what it started", 20)
+        wait_until(lambda pid=pid: has_ended(pid), "the end of the process and of what it started")
     (project / "held").unlink()
     output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
@@ -693,7 +693,7 @@ def test_a_killed_task_leaves_no_process(tmp_path):
         [worker] = workers(project)
         os.kill(task, signal.SIGKILL)
         for pid in (worker[0], *pids):
-            wait_until(lambda pid=pid: has_ended(pid), "the end of worker, process, and what that started", 20)
+            wait_until(lambda pid=pid: has_ended(pid), "the end of worker, process, and what that started")
     finally:
         (project / "held").unlink()
         run.communicate(timeout=200)
