@@ -65,17 +65,12 @@ class Computed:
     kept: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     is_sample: bool = False
     oom_batch: int = 0
-    narrowed: int = 0
     isolated: int = 0
     noted: Mapping[str, float] = field(default_factory=dict)
 
     def notes(self) -> dict[str, float]:
         """The shard's notes: the workload's, and changed batches."""
-        notes = {
-            "oom_batch": self.oom_batch,
-            "narrowed_batches": self.narrowed,
-            "isolated_batches": self.isolated,
-        }
+        notes = {"oom_batch": self.oom_batch, "isolated_batches": self.isolated}
         return {**self.noted, **{name: value for name, value in notes.items() if value}}
 
 
@@ -295,7 +290,7 @@ class Computer:
     def _wanted_pause_s(self, indices: Sequence[int], shard: _Shard) -> float:
         """The longest pause that the workload asked for; 0 if it asked for none."""
         rows = (shard.done.rows[index] for index in indices)
-        return max((row.retry_after or 0.0 for row in rows if isinstance(row, Failure)), default=0.0)
+        return max(row.retry_after or 0.0 for row in rows if isinstance(row, Failure))
 
     def _compute_alone(self, batch: Sequence[Item], history: History, shard: _Shard) -> None:
         for item in batch:
@@ -327,7 +322,10 @@ class Computer:
     def _call_narrowing(
         self, items: Sequence[Item], shard: _Shard, *, isolated: bool = False, ahead: Sequence[Item] = ()
     ) -> None:
-        """Compute the items of one call while the next, `ahead`, are prepared; if it fails, in halves, recursively."""
+        """Compute the items of one call while the next, `ahead`, are prepared; if it fails, in halves, recursively.
+
+        A call that is `isolated` is one of one item.
+        """
         if self._preparer is not None:
             self._preparer.keep(items)  # first: if another preparation ends the process, these items are not to blame
         self.on_batch([item.index for item in items], isolated, ahead[0].index if ahead else None)
@@ -347,21 +345,17 @@ class Computer:
                 raise _SampledError
             return
         if all_fail:
-            items = self._compute_while_alike(items, failure, shard, isolated=isolated)
+            items = self._compute_while_alike(items, failure, shard)
         half = (len(items) + 1) // 2
         if logged := POLICIES[failure.kind].logged:
             free_memory()
             shard.done.oom_batch = min(shard.done.oom_batch or half, half)
             first, last = min(item.index for item in items), max(item.index for item in items)
             log.warning("%s of %d, items %d..%d; continuing with %d", logged, len(items), first, last, half)
-        else:
-            shard.done.narrowed += 1
         for part in filter(None, (items[:half], items[half:])):
-            self._call_narrowing(part, shard, isolated=isolated)
+            self._call_narrowing(part, shard)
 
-    def _compute_while_alike(
-        self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool
-    ) -> list[Item]:
+    def _compute_while_alike(self, items: Sequence[Item], failure: Failure, shard: _Shard) -> list[Item]:
         """Compute items of a failed call alone, in random order, until one fails in another way or has a row.
 
         Returns the items that are left.
@@ -373,7 +367,7 @@ class Computer:
         left = {item.index: item for item in items}
         for item in CHANCE.sample(items, len(items)):
             del left[item.index]
-            self._call_narrowing([item], shard, isolated=isolated)
+            self._call_narrowing([item], shard)
             if not self._fails_for_all(failure):
                 break
         return list(left.values())
@@ -476,7 +470,7 @@ class Computer:
     def _ends_task(self, kind: str) -> bool:
         """Whether an item's failure is no item's fault, so that the shard is left to another task."""
         policy = POLICIES[kind]
-        return policy.node_at_fault or policy.rest == LOADING or (policy.ends_task and self.workload.resumes)
+        return policy.node_at_fault or policy.rest == LOADING or policy.ends_task
 
     def _keep(self, items: Sequence[Item], returned: Any, shard: _Shard) -> None:
         rows = shard.done.rows

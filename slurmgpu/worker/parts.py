@@ -149,7 +149,7 @@ class Parts:
         """The next calls of the workload are of this shard, which another task holds if it `is_joined`."""
         self.shard, self.is_joined, self.computed_s, self.waited_s = shard, is_joined, 0.0, 0.0
         self._call = self._last_calls.get(shard, 0) if is_joined else 0
-        self.has_left = self._is_called = self._failed_in_part = self._is_alone = False
+        self.has_left = self._is_called = False
         self._begun.add(shard)
         self._looked = -math.inf
 

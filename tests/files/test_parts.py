@@ -206,12 +206,30 @@ def test_a_call_after_one_that_failed_in_a_part_computes_only_that(run):
     assert seen == [[0], [1], [1], [2], [3]]
 
 
+def test_values_that_led_to_a_failure_are_computed_again_also_after_one_in_a_part(run):
+    mine, seen = parts_of(run, "one"), []
+
+    def row(_):
+        values = mine.divide([0], lambda some: [len(seen)] if seen.append(0) or len(seen) > 1 else 1 / 0)
+        if values == [2]:
+            raise ConnectionError("the server takes no 2")
+        return values
+
+    call = mine.calling(row)
+    for error in (ZeroDivisionError, ConnectionError):
+        with pytest.raises(error):
+            call(None)
+    assert call(None) == [3]
+
+
 def test_a_joiner_that_has_to_leave_takes_no_part(run):
     mine, seen = parts_of(run, "one", is_joined=True, shall_leave=lambda: bool(seen)), []
     stage_folder(run).mkdir(parents=True)
     with pytest.raises(Interrupted):
         mine.divide(range(4), doubled(seen))
     assert (seen, mine.has_left) == ([[0]], True)
+    mine.begin(1)
+    assert not mine.has_left
 
 
 def test_a_task_that_has_to_leave_does_not_wait_for_others(run):
@@ -241,11 +259,31 @@ def test_a_value_that_is_damaged_is_computed_again(run, content):
 
 
 def test_where_the_folder_cannot_be_used_a_task_computes_all_alone(run, caplog):
-    mine, seen = parts_of(run, "one"), []
+    mine = parts_of(run, "one")
     (run.folder / "parts").write_text("no folder")
-    assert mine.divide(range(4), doubled(seen)) == [0, 2, 4, 6]
+    assert mine.divide(range(4), lambda some: [(2 * each,) for each in some]) == [[0], [2], [4], [6]]  # as in JSON
     assert "this task computes the remaining parts alone: " in caplog.text
     assert mine.shard_to_join([1]) is None
+
+
+def test_a_task_whose_parts_cannot_be_given_back_ends_all_the_same(run, caplog):
+    (run.folder / "parts").write_text("in its place")
+    Parts(run, Claim("one", "one.0", "node", 1), 1).give_back()
+    assert "parts were not given back; other tasks wait until their leases end" in caplog.text
+
+
+def test_a_holder_without_a_part_waits_for_its_item_whatever_others_have_left(run):
+    other = Claim("two", "two.0", "node", 1)
+    mine = Parts(run, Claim("one", "one.0", "node", 1), 1, lambda: mine.waited_s > 0.1)
+    for folder in (stage_folder(run), elsewhere := run.folder / "parts" / "1" / "00001.0.0"):
+        folder.mkdir(parents=True)
+    for number in range(4):
+        assert Claims(stage_folder(run)).take(number, other)
+    assert mine.shard_to_join([1]) == 1
+    mine.begin(0)
+    with pytest.raises(Interrupted):
+        mine.divide(range(4), doubled([]))
+    assert (mine.waited_s > 0.1, list(elsewhere.iterdir())) == (True, [])
 
 
 def test_a_joiner_leaves_the_item_to_its_holder_where_the_folder_cannot_be_used(run):
@@ -271,10 +309,17 @@ def test_a_holder_whose_values_others_cannot_read_shares_no_later_stage(run, mon
 
     monkeypatch.setattr(module, "link_first", full)
     mine, seen = parts_of(run, "one"), []
-    assert mine.divide(range(4), doubled(seen)) == [0, 2, 4, 6]
-    assert mine.divide("ab", lambda some: [*some]) == ["a", "b"]
+
+    def both(_):
+        return mine.divide(range(4), doubled(seen)), mine.divide("ab", lambda some: [*some])
+
+    assert mine.calling(both)(None) == ([0, 2, 4, 6], ["a", "b"])
     assert seen == [[0], [1], [2], [3]]
     assert not stage_folder(run, 1).exists()
+    monkeypatch.undo()
+    mine.begin(1)
+    mine.calling(both)(None)
+    assert len([*(run.folder / "parts/1/00001.0.1").glob("*.json")]) == 2
 
 
 def test_values_are_those_of_json_also_where_one_task_computes_all(run):

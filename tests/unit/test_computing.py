@@ -92,8 +92,9 @@ def test_what_the_workload_notes_belongs_to_the_shard_that_is_computed():
     workload, history = Recorder(function), History()
     computer = Computer(adapt(workload, "Recorder"), "Recorder", COLUMNS, 4, noted=noted)
     first, second = ([Item(start + i, {"x": float(i)}) for i in range(8)] for start in (0, 8))
-    assert computer.compute(computer.take_in(first), history).notes() == {"batch_tokens": 96}
+    computed = computer.compute(computer.take_in(first), history)
     assert computer.compute(computer.take_in(second), history).notes() == {}
+    assert computed.notes() == {"batch_tokens": 96}  # also while the next shard is computed
 
 
 NOTING = """
@@ -224,16 +225,19 @@ def test_what_an_item_error_of_users_calls_a_failure_is_no_failure_class():
     ]
 
 
-def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard():
+def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard(monkeypatch):
     def function(items):
         if len(items) > 3:
             raise OutOfMemoryError("CUDA out of memory")
         return [{"x": item.data["x"]} for item in items]
 
+    freed = []
+    monkeypatch.setattr("slurmgpu.worker.computer.free_memory", lambda: freed.append(len(workload.batches)))
     workload = Recorder(function)
     computed = compute(workload, n=16, batch_size=8)
     assert not failures(computed)
     assert computed.oom_batch == 2
+    assert freed == [1, 2, 5]  # after each call that was too large, before the next
     sizes = [len(batch) for batch in workload.batches]
     assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2]
 
@@ -462,6 +466,10 @@ def test_a_sort_key_ends_task_or_process_as_a_call_does(monkeypatch):
 def test_a_full_disk_is_the_items_fault_where_no_progress_is_kept():
     computed = compute(Recorder(raise_at(2, error=lambda text: OSError(errno.ENOSPC, text))))
     assert [(index, failure.kind) for index, failure in failures(computed).items()] == [(2, "item_error")]
+    keeping = Recorder(raise_at(2, error=lambda text: OSError(errno.ENOSPC, text)), resumes=True)
+    with pytest.raises(WorkerFailedError) as raised:
+        compute(keeping)
+    assert raised.value.kind == "disk_full"
 
 
 @pytest.mark.parametrize(
@@ -573,6 +581,17 @@ def test_a_batch_that_raises_what_may_pass_is_tried_again_as_it_is_and_halved_in
     assert failures(computed)[5].message.startswith("ConnectionError: refused (test_computing.py, line ")
 
 
+def test_an_error_that_will_not_pass_is_not_tried_again_beside_one_that_may():
+    workload = Recorder(Busy([1, 2], 99, lambda item: Retry("busy") if item.index == 1 else ItemError("blurred")))
+    assert failures(compute(workload, retries=1, pause=Pauses())).keys() == {1, 2}
+    assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [1]]
+
+
+def test_what_failed_in_its_last_try_is_not_said_to_be_put_off(caplog):
+    computed = compute(Recorder(Busy([1], 99, lambda item: Retry("busy"))))
+    assert (failures(computed).keys(), "put off" in caplog.text) == ({1}, False)
+
+
 def test_a_call_that_raises_asks_for_its_pause_as_an_item_does():
     fails, pauses = [True], Pauses()
 
@@ -614,6 +633,22 @@ def test_a_kept_field_is_as_it_was_before_the_workload_changed_its_item():
     workload = Recorder(lambda items: [{"x": item.data.pop("x")} for item in items])
     computed = compute(workload, columns={**COLUMNS, "given": Json()}, kept={"given": "x"})
     assert [row["given"] for row in computed.rows.values()] == [b"%d.0" % i for i in range(8)]
+
+
+def test_an_item_without_a_field_that_its_row_keeps_fails_alone_and_is_not_computed():
+    workload = Recorder(lambda items: [{} for _ in items])
+    computer = Computer(adapt(workload, "Recorder"), "Recorder", {"given": Json()}, 4, kept={"given": "x"})
+    computed = computer.compute(computer.take_in([Item(0, {"x": 1.0}), Item(1, {"y": 1.0})]), History())
+    assert workload.batches == [[0]]
+    assert str(failures(computed)[1].to_row()).startswith("item_error: no field 'x', which the row keeps.")
+
+
+def test_a_failed_item_keeps_the_fields_that_their_columns_can_hold():
+    columns = {"given": Json(), "n": Json()}
+    workload = Recorder(raise_at(0))
+    computer = Computer(adapt(workload, "Recorder"), "Recorder", columns, 4, kept={"given": "x", "n": "y"})
+    computed = computer.compute(computer.take_in([Item(0, {"x": 1.0, "y": 10**5000})]), History())
+    assert (list(computed.rows), computed.kept) == ([0], {0: {"given": b"1.0"}})
 
 
 @pytest.mark.parametrize("error", [TimeoutError("busy"), OutOfMemoryError("CUDA out of memory")])
@@ -686,7 +721,9 @@ def test_processes_try_the_same_items_again():
     leader = Recorder(Busy([1, 2], 1, lambda item: Retry("busy")))
     compute(leader, retries=3, pause=Pauses(), share=keep)
     peer = Recorder(lambda items: None)
-    compute(peer, retries=3, share=lambda value: told.pop(0), keeps_rows=False)
+    own = Pauses()
+    compute(peer, retries=3, share=lambda value: told.pop(0), keeps_rows=False, pause=own)
+    assert own == []  # it waits for the leader, who has waited
     assert peer.batches == leader.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [1, 2]]
     assert told == []
 
@@ -716,6 +753,14 @@ def test_an_isolated_batch_is_computed_item_by_item_without_the_quarantined():
     assert computed.notes() == {"isolated_batches": 1}
 
 
+def test_an_isolated_item_is_isolated_when_it_is_tried_again():
+    calls = []
+    history = History(batch_weights={4: 1.0}, quarantined={})
+    busy = Recorder(Busy([4], 1, lambda item: Retry("busy")))
+    compute(busy, history=history, retries=1, pause=Pauses(), on_batch=lambda *call: calls.append(call))
+    assert calls[-1] == ([4], True, None)
+
+
 def test_a_common_way_of_failing_is_found_only_when_every_item_raised_at_one_place():
     assert common_failure([compute(Recorder(raise_at(*range(8))))]).message.startswith("ValueError: cannot do 0")
     assert common_failure([compute(Recorder(raise_at(*range(7))))]) is None
@@ -737,6 +782,31 @@ def test_of_a_shard_whose_calls_all_fail_alike_enough_items_are_computed_alone()
     assert computed.is_sample
     assert {index for [index] in workload.batches[1:]} == failures(computed).keys() == computed.rows.keys()
     assert common_failure([computed]).message.startswith("ValueError: cannot do")
+
+
+def test_a_call_whose_items_all_fail_alone_is_followed_by_none_without_items():
+    workload = Recorder(raise_at(*range(8)))
+    computed = compute(workload, doubts=lambda: True)
+    assert sorted(len(batch) for batch in workload.batches) == [*[1] * 8, 4, 4]
+    assert common_failure([computed]) is not None
+
+
+def test_no_doubt_keeps_a_batch_that_needs_too_much_memory_from_being_halved():
+    def function(items):
+        if len(items) > 4:
+            raise OutOfMemoryError("CUDA out of memory")
+        return [{"x": item.data["x"]} for item in items]
+
+    workload = Recorder(function)
+    assert in_doubt(workload).oom_batch == 4
+    assert [len(batch) for batch in workload.batches][:4] == [16, 8, 4, 4]
+
+
+def test_items_that_a_workload_refuses_raise_no_doubt():
+    workload = Recorder(raise_at(*range(32), error=ItemError))
+    computed = in_doubt(workload)
+    assert (len(failures(computed)), computed.is_sample) == (32, False)
+    assert [len(batch) for batch in workload.batches][:3] == [16, 8, 4]
 
 
 def test_items_that_are_computed_in_doubt_keep_their_rows():
@@ -774,6 +844,13 @@ def test_errors_in_place_of_rows_that_are_all_alike_are_told_until_there_is_a_ro
     workload = Recorder(lambda items: [{"x": 0} if item.index == 6 else failing_alike(item.index) for item in items])
     compute(workload, n=16, batch_size=4, doubts=lambda: True, tell=told.append)
     assert told == ["each call failed so far: the program fails for 0", ""]
+
+
+def test_what_is_tried_again_is_not_told_as_failing():
+    told = []
+    busy = Recorder(Busy(range(8), 1, lambda item: Retry("busy")))
+    compute(busy, doubts=lambda: True, retries=1, pause=Pauses(), tell=told.append)
+    assert told == [""] * len(told)
 
 
 def test_items_that_fail_in_several_ways_raise_no_doubt_about_all():
