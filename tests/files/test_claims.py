@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import resource
 import threading
@@ -7,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from slurmgpu.run.claims import UNOWNED, UNREADABLE, Claim, Claims, Watch
-from slurmgpu.run.records import Attempt
-from slurmgpu.task.leases import Leases
+from slurmgpu.run.records import Attempt, new_record
+from slurmgpu.task.leases import MOST_DROPPED, Leases
 from tests.support.failing import TRANSIENT, Failing
 from tests.support.runs import planned_run
 
@@ -352,6 +353,45 @@ def test_a_task_gives_back_what_its_workers_claimed_unless_it_is_published_or_an
     assert leases.hold_all() == [1, 2, 3]  # its next worker looks which of them it still holds
     leases.give_back()
     assert [(shard, claim.attempt) for shard, claim in run.claims.held()] == [(0, "7_0.0"), (2, "8_0.0")]
+
+
+def with_a_claim_among_many(folder, shard):
+    """A run in which others hold the first shards, and have published the last, and this task claimed another one."""
+    run = planned_run(folder, n_items=200, shard_items=1)
+    for number in range(MOST_DROPPED):
+        run.claims.take(number, owner("8_0"))
+        run.claims.take(199 - number, owner("8_0"))
+        run.shard_path(199 - number).touch()
+    run.claims.take(shard, Leases(run, Attempt("7", 0), "here").claim)
+    return run
+
+
+def own_record(shard, published=()):
+    record = new_record(Attempt("7", 0), "here", 1, [], 0.0)
+    return {**record, "shard": shard, "published": [[each, 0.0, 1.0, True] for each in published]}
+
+
+@pytest.mark.parametrize("record", [own_record(150), own_record(None, [185]), own_record(149, [3])])
+def test_a_task_gives_back_what_its_worker_claimed_and_could_not_report(tmp_path, record):
+    run = with_a_claim_among_many(tmp_path / "run", 150)
+    leases = Leases(run, Attempt("7", 0), "here")
+    found = leases.find_unreported(record)
+    assert found == [150]
+    leases.give_back(found)
+    assert {claim.attempt for _, claim in run.claims.held()} == {"8_0.0"}
+
+
+def test_a_task_whose_claims_cannot_be_listed_ends_all_the_same(tmp_path, failing):
+    run = with_a_claim_among_many(tmp_path / "run", 150)
+    failing("listdir", errno.EIO, of="claims")
+    assert Leases(run, Attempt("7", 0), "here").find_unreported(own_record(150)) == []
+
+
+def test_a_requeued_task_looks_for_its_earlier_claims_where_its_last_life_was(tmp_path):
+    run = with_a_claim_among_many(tmp_path / "run", 150)
+    (run.tasks / "7_0.0.json").write_text(json.dumps(own_record(150)))
+    Leases(run, Attempt("7", 0, restart=1), "here").drop_earlier()
+    assert {claim.attempt for _, claim in run.claims.held()} == {"8_0.0"}
 
 
 def test_leases_are_renewed_six_times_in_their_time_and_after_an_error_at_the_next_look(
