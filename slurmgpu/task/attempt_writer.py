@@ -78,7 +78,7 @@ class AttemptWriter:
 
     def _move(self, step: float) -> None:
         times = cast(dict[str, Any], self.record)
-        for name in ("started", "end_time", "updated", "shard_started", "shard_kept"):
+        for name in ("started", "end_time", "shard_started", "shard_kept"):
             if times[name] is not None:
                 times[name] = round(times[name] + step, 3)
         for phase in self.record["phases"]:

@@ -30,7 +30,7 @@ def date_in_whole_seconds(path: Path) -> None:
     os.utime(path, (now, now))
 
 
-def fsync_dir(path: Path) -> None:
+def fsync_dir(path: Path, patience_s: float = PATIENCE_S) -> None:
     """Make renames and links in a directory survive a power loss, on file systems that can sync a directory."""
 
     def sync() -> None:
@@ -43,7 +43,7 @@ def fsync_dir(path: Path) -> None:
         finally:
             os.close(fd)
 
-    retried(sync)
+    retried(sync, patience_s)
 
 
 def partial_path(path: Path) -> Path:
@@ -76,11 +76,11 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, durable: bool = True, patience_s: float = PATIENCE_S) -> Iterator[BinaryIO]:
     """A file to write in the block; at the end of the block it replaces `path` in one step.
 
     A reader sees the old file or the new one, never a part; after an error the old one stays. Without `durable` nothing
-    is fsynced: for progress that may be lost if the machine fails.
+    is fsynced: for progress that may be lost if the machine fails. The last step alone is retried, for `patience_s`.
     """
     with beside(path) as partial:
         with open(partial, "wb") as file:
@@ -88,9 +88,9 @@ def whole_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        replace(partial, path)
+        replace(partial, path, patience_s)
     if durable:
-        fsync_dir(path.parent)
+        fsync_dir(path.parent, patience_s)
 
 
 def write_bytes(
@@ -102,7 +102,7 @@ def write_bytes(
     """
 
     def write() -> None:
-        with whole_file(path, durable=durable) as file:
+        with whole_file(path, durable=durable, patience_s=0.0) as file:  # all of it is retried
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(content)

@@ -1,5 +1,7 @@
 """What an attempt writes of itself: its phases, its shard in hand, and where its seconds went."""
 
+import errno
+
 import pytest
 
 from slurmgpu.containers.settings import ContainerError
@@ -8,7 +10,13 @@ from slurmgpu.run.records import Attempt, read_record
 from slurmgpu.task.attempt_writer import AttemptWriter, until_next
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.supervisor import Task
+from tests.support.failing import Failing
 from tests.support.pretend_runs import pretend_run
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    return Failing(monkeypatch)
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def test_who_waits_for_its_image_is_seen_to_live(tmp_path, monkeypatch):
 
 
 def test_every_change_of_the_state_is_written_with_its_time(attempt):
-    loads = [(1, "loading"), (3, "ready", READY)]
+    loads = [(1, "loading"), (2, "loading"), (3, "ready", READY)]
     record = attempt(
         *loads, claim(4), (6, "add_death", DIES), (7, "loading"), (9, "ready", READY), claim(9), (11, "end")
     )
@@ -102,6 +110,8 @@ def test_of_a_new_shard_and_after_a_death_nothing_is_done(attempt):
     two = calls(2, [0, 1], [2, 3])
     record = attempt(claim(1), *two, publishes(3, 1), claim(4, 5))
     assert (record["shard"], record["shard_started"], record["shard_done"]) == (5, 4.0, 0)
+    record = attempt(claim(1), (2, "progress", TELLS), publishes(3, 1), claim(4, 5))
+    assert (record["shard"], record["shard_kept"]) == (5, None)
     record = attempt(claim(1), *two, (3, "add_death", DIES))
     assert (record["shard"], record["shard_started"], record["shard_done"]) == (None, None, 0)
     record = attempt(claim(1), *two, (3, "add_death", DIES), claim(5), *calls(6, [0, 1]))
@@ -137,6 +147,12 @@ WAITING = (claim(1), claim(4, 5))  # the first shard waits for the second
         ([*WAITING, gives_back(9), gives_back(9, 5), (12, "end")], 8, 0),
         ([*WAITING, gives_back(9, 5), publishes(9, 1), (12, "end")], 5, 0),  # the first one is still being written
         ([claim(1), gives_back(4, 5), publishes(5, 1), (6, "end")], 0, 0),  # it was only claimed ahead
+        (
+            [claim(1), (5, "leave", True), claim(6), claim(8, 5), (9, "progress", TELLS)]
+            + [publishes(10, 6), publishes(11, 8, 5), (11, "end")],
+            0,
+            4,
+        ),
     ],
 )
 def test_seconds_are_lost_or_kept_as_what_they_went_into(attempt, story, lost_s, kept_s):
@@ -164,6 +180,69 @@ def test_what_a_workload_told_last_stands_until_there_is_more_of_it_or_its_worke
     assert attempt(*told, (5, "end"))["progress"] is None
 
 
+def test_what_is_told_of_loading_or_of_waiting_ends_with_it(attempt):
+    loads = [(1, "loading"), (2, "tell", {"text": "1 of 3 files"})]
+    assert attempt(*loads)["progress"] == "1 of 3 files"
+    assert attempt(*loads, (3, "ready", READY))["progress"] is None
+    waits = [claim(1), (2, "waiting", {"items": 3, "seconds": 2.0})]
+    record = attempt(*waits)
+    assert (record["progress"], record["n_retried"]) == ("waiting 2 s before retrying 3 items", 3)
+    assert attempt(*waits, *calls(4, [0, 1]))["progress"] is None
+    assert attempt(claim(1), (2, "tell", TELLS), *calls(4, [0, 1]))["progress"] == "half"
+
+
+def test_seconds_of_waiting_for_others_and_of_helping_them_are_counted(attempt):
+    begun = [(1, "claim", {"shard": 3, "idle_s": 0.5}), publishes(5, 1)]
+    joins = (9, "joined", {"seconds": 2.0, "idle_s": 1.0})
+    record = attempt(*begun, (6, "tell", TELLS), joins, (12, "done", {"idle_s": 3.0, "reason": "complete"}))
+    assert (record["idle_s"], record["kept_s"], record["lost_s"], record["progress"]) == (4.5, 2.0, 0.0, None)
+
+
+def test_a_shard_that_was_taken_over_says_from_whom(attempt):
+    record = attempt((1, "takeover", {"shard": 3, "from": "7_1.0", "host": "gpu02"}))
+    assert record["takeovers"] == [{"shard": 3, "from": "7_1.0", "host": "gpu02"}]
+
+
+def test_each_failed_item_of_a_class_is_counted(attempt):
+    at, what, told = publishes(3, 1)
+    record = attempt(claim(1), (at, what, {**told, "errors": {"item_error": 3, "cuda_oom": 2}}))
+    assert record["n_errors"] == 5
+
+
+def test_a_record_is_written_once_more_at_the_end_and_not_after(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+    writer = AttemptWriter(run, Attempt("7", 0), usage=lambda: {"n_samples": 3})
+    path, synced = run.tasks / "7_0.0.json", []
+    monkeypatch.setattr("slurmgpu.util.atomic_files.os.fsync", synced.append)
+    writer.write_if_due()
+    assert not path.exists()
+    writer.write()
+    assert synced == []  # progress may be lost if the machine fails
+    writer.end()
+    assert synced
+    record = read_record(path.read_bytes())
+    assert (record["state"], record["usage"]) == ("ended", {"n_samples": 3})
+    path.unlink()
+    monkeypatch.setattr("slurmgpu.task.attempt_writer.time.monotonic", lambda: float("inf"))
+    writer.write_if_due()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_record_that_cannot_be_written_ends_no_task_and_its_end_is_written_all_the_same(tmp_path, failing, number):
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+    writer = AttemptWriter(run, Attempt("7", 0))
+    writer.write()
+    path, n_times = run.tasks / "7_0.0.json", 1 if number == errno.EIO else 1000
+    failing("replace", number, of=".partial", times=n_times)
+    writer.enter("running")
+    writer.write()  # not tried again: leases must be renewed meanwhile
+    assert read_record(path.read_bytes())["state"] == "starting"
+    failing("replace", number, of=".partial", times=n_times)
+    writer.end()
+    assert read_record(path.read_bytes())["state"] == "ended"
+
+
 def test_what_a_workload_tells_stands_in_the_record_as_one_line_without_what_a_terminal_would_obey(attempt):
     told = "\x1b[31mepoch 3\x1b[0m\n\tloss\x07 0.2"
     assert attempt(claim(1), (2, "tell", {"text": told}))["progress"] == "epoch 3 loss 0.2"
@@ -179,6 +258,32 @@ def test_a_record_of_many_shards_is_written_with_a_line_for_each_field(attempt, 
 @pytest.mark.parametrize(("cost_s", "interval_s"), [(0.0, 3.0), (0.05, 3.0), (0.15, 7.5), (60.0, 10.0)])
 def test_what_takes_long_to_write_is_written_more_rarely(cost_s, interval_s):
     assert until_next(cost_s) == pytest.approx(interval_s)
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+@pytest.mark.parametrize(("left", "lost_s"), [([], 4.0), ([gives_back(7, 2)], 7.0)])
+def test_a_clock_that_is_set_changes_no_seconds_that_are_lost_or_kept(tmp_path, step_s, left, lost_s):
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+
+    def live(step_s):
+        steady, ahead = [0.0], [1e9]
+        writer = AttemptWriter(run, Attempt("7", 0), clocks=lambda: (ahead[0] + steady[0], steady[0]))
+        for at, what, told in (claim(2, 2), claim(4, 3), (5, "progress", TELLS)):
+            steady[0] = float(at)
+            writer.add_event({"event": what, **told})
+        ahead[0] += step_s
+        steady[0] = 6.0
+        writer.add_event({"event": "tell", **TELLS})
+        begun = writer.record["started"]
+        since = [writer.record[name] - begun for name in ("shard_started", "shard_kept")]
+        for at, what, told in left:
+            steady[0] = float(at)
+            writer.add_event({"event": what, **told})
+        steady[0] = 9.0
+        writer.end()
+        return since, writer.record["lost_s"], writer.record["kept_s"]
+
+    assert live(step_s) == live(0.0) == ([4.0, 5.0], lost_s, 3.0)
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])
