@@ -124,6 +124,7 @@ def test_no_shard_is_in_hand_once_those_that_waited_are_given_back_or_published(
 
 
 TELLS = {"text": "half"}
+KEEPS = (9, "progress", TELLS)
 WAITING = (claim(1), claim(4, 5))  # the first shard waits for the second
 
 
@@ -148,8 +149,7 @@ WAITING = (claim(1), claim(4, 5))  # the first shard waits for the second
         ([*WAITING, gives_back(9, 5), publishes(9, 1), (12, "end")], 5, 0),  # the first one is still being written
         ([claim(1), gives_back(4, 5), publishes(5, 1), (6, "end")], 0, 0),  # it was only claimed ahead
         (
-            [claim(1), (5, "leave", True), claim(6), claim(8, 5), (9, "progress", TELLS)]
-            + [publishes(10, 6), publishes(11, 8, 5), (11, "end")],
+            [claim(1), (5, "leave", True), claim(6), claim(8, 5), KEEPS, publishes(10, 6), publishes(11, 8, 5)],
             0,
             4,
         ),
