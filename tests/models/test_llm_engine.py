@@ -168,6 +168,20 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(folders):
     assert len(output.tokens) == len(output.logprobs) == n_before + len(stop)
 
 
+@pytest.mark.parametrize("batching", ["static", "continuous"])
+def test_a_special_token_that_is_a_stop_text_ends_the_answer_which_does_not_show_it(folders, batching):
+    ours = engine(folders["llama"], batching=batching)
+    [unknown] = ours._loaded.tokenizer.convert_tokens_to_ids(["<unk>"])
+    requests = {each.id: each for each in requests_of(texts(30), max_tokens=30)}
+    whole = next(each for each in ours.generate([*requests.values()]) if unknown in each.tokens[1:])
+    asked = requests[whole.id]
+    sampling = dataclasses.replace(asked.sampling, stop=("never said", "<unk>"))
+    [output] = ours.generate([dataclasses.replace(asked, sampling=sampling)])
+    n_tokens = whole.tokens.tolist().index(unknown) + 1
+    assert output.tokens.tolist() == whole.tokens[:n_tokens].tolist()
+    assert (output.finish_reason, output.text) == ("stop", whole.text[: n_tokens - 1])
+
+
 def test_log_probabilities_are_those_of_a_direct_forward_pass(folder):
     ours = engine(folder)
     requests = [

@@ -378,7 +378,7 @@ class Codec:
         if not stop:
             return False
         n_last = max(len(each.encode()) for each in stop) + STOP_MARGIN
-        return self._n_until(tokens[-n_last:], stop) is not None
+        return self._n_until_stop(tokens[-n_last:], stop) is not None
 
     def reasoning_of(self, encoded: Encoded) -> Reasoning | None:
         """The reasoning that may precede the model's answer; None if the answer begins at once."""
@@ -401,7 +401,7 @@ class Codec:
         if finished.error is not None:
             return Output(request.id, n_prompt_tokens=n_prompt, finish_reason="error", error=finished.error)
         stop = request.sampling.stop
-        if stop and (n_tokens := self._n_until(tokens, stop)) is not None:
+        if stop and (n_tokens := self._n_until_stop(tokens, stop)) is not None:
             tokens, reason = tokens[:n_tokens], "stop"
         text, reasoning, generated = self._split(encoded, tokens)
         for each in stop:
@@ -422,6 +422,12 @@ class Codec:
     def _n_until(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
         """The number of tokens up to the first stop text; None if there is none."""
         return self._n_first(tokens, lambda text: any(each in text for each in stop))
+
+    def _n_until_stop(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
+        """The same, also for a special token that is a stop text, which the text of an answer does not show."""
+        marked = (place + 1 for place, token in enumerate(tokens) if self._special.get(token) in stop)
+        found = next(marked, None), self._n_until(tokens, stop)
+        return min((n_tokens for n_tokens in found if n_tokens is not None), default=None)
 
     def _n_first(self, tokens: Sequence[int], is_met: Callable[[str], bool]) -> int | None:
         """The least number of tokens whose text meets a monotonic condition; None if all tokens do not meet it."""
