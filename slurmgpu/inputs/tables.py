@@ -22,6 +22,7 @@ _AFTERWARDS = (
     "`slurmgpu resubmit` instead."
 )
 """What to do about a damaged input, in error messages."""
+_AT_ONCE = 1024
 
 
 class Groups(ABC):
@@ -187,7 +188,8 @@ class Tables(Format):
     def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
         """All rows of a file."""
         with closing(self.table(str(path))) as table:
-            yield from table.read(0, len(table))
+            for start in range(0, len(table), _AT_ONCE):
+                yield from table.read(start, min(start + _AT_ONCE, len(table)))
 
 
 class Parquet(Tables, format="parquet"):

@@ -7,6 +7,7 @@ import os
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,8 @@ import pyarrow.parquet
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import Reader, arrays, find, list_files, scan
+from slurmgpu.inputs import Reader, arrays, find, list_files, scan, tables
+from slurmgpu.inputs.formats import named
 
 ROWS = [{"id": i, "text": f"täxt {i}", "image": {"bytes": bytes([i, 0]), "path": None}} for i in range(30)]
 TABLE = pa.Table.from_pylist(ROWS)
@@ -28,6 +30,9 @@ def read(pattern: str | list[str], folder: Path, stride: int = 7) -> list[Any]:
     with Reader(spec, folder / "index") as reader:
         whole = reader.read(0, spec.n_items)
         assert str([reader.read(i, i + 1)[0] for i in range(spec.n_items)]) == str(whole)
+    with mock.patch.object(tables, "_AT_ONCE", stride):
+        planned = [item for path in find(pattern, folder) for item in named(spec.format).items(path)]
+    assert str(planned) == str(whole)  # as workloads read at planning
     return whole
 
 
