@@ -85,7 +85,7 @@ def _cached(library: Any, dataset: Dataset) -> list[Path] | None:
 
 def origin(path: Path) -> str | None:
     """The name on the hub, with the commit, of a file in the hub's cache; None for other files."""
-    for folder in path.parents:
+    for folder in path.parents if "snapshots" in path.parts else ():  # an input may have 100,000 other files
         found = _SNAPSHOT.fullmatch(folder.name)
         inner = path.relative_to(folder).parts
         if found and inner[0] == "snapshots":
