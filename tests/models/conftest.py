@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.support.command_line import CommandLine
+from tests.support.tiny_models import make_llama
 
 MODULES = (
     "slurmgpu.llm.transformers_engine.engine",
@@ -43,3 +44,9 @@ def slurmgpu(_imported):
     calls = CommandLine(imports=MODULES)
     yield calls
     calls.close()
+
+
+@pytest.fixture(scope="session")
+def nothing(tmp_path_factory):
+    """The folder of a random model: enough to check settings."""
+    return str(make_llama(tmp_path_factory.mktemp("model")))

@@ -14,16 +14,10 @@ from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.classify.workload import Classify
 from tests.support.runs import report
-from tests.support.tiny_models import make_llama, sentence
+from tests.support.tiny_models import sentence
 
 LABELS = ["hate", "ok"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-@pytest.fixture(scope="module")
-def nothing(tmp_path_factory):
-    """The folder of a random model: enough to check settings."""
-    return str(make_llama(tmp_path_factory.mktemp("model")))
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,6 @@ FP32 = {"precision": "fp32"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-@pytest.fixture(scope="module")
-def nothing(tmp_path_factory):
-    """The folder of a random model: enough to check settings."""
-    return str(make_llama(tmp_path_factory.mktemp("model")))
-
-
 def sums(n, seed=0):
     rng = random.Random(seed)
     return [{"id": f"q{i}", "a": rng.randint(10, 99), "b": rng.randint(10, 99)} for i in range(n)]

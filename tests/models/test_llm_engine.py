@@ -25,10 +25,7 @@ from tests.support.tiny_models import (
 MAKERS = {"llama": make_llama, "qwen3": make_qwen3, "gpt-oss": make_gpt_oss}
 SHARED = "a rubric that all of the prompts begin with: "
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from slurmgpu.errors import SlurmGPUError
@@ -15,10 +14,7 @@ CHOICES = ("yes", "yesterday", "no", "12", "13")
 PROMPTS = ["of unequal length", "a", "some words", "a longer prompt than the others", "of unequal length"]
 N_LAYERS = 2
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

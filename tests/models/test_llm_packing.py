@@ -28,10 +28,7 @@ def make_sliding(folder):
 
 MAKERS = {"llama": make_llama, "qwen3": make_qwen3, "sliding": make_sliding}
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

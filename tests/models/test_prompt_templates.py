@@ -29,12 +29,6 @@ from tests.support.tiny_models import make_llama, make_tokenizer, sum_steps
 DATA = {"text": "cats", "n": 3, "half": 0.5, "choices": ["a", "b"], "meta": {"title": "T"}, "no": None, "yes": True}
 
 
-@pytest.fixture(scope="module")
-def nothing(tmp_path_factory):
-    """The folder of a random model: enough to check settings."""
-    return str(make_llama(tmp_path_factory.mktemp("model")))
-
-
 # Jinja
 
 
