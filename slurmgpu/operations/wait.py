@@ -39,13 +39,13 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
         if time.monotonic() - asked >= QUEUE_S:
             queued, asked = queued_jobs(run, queued), time.monotonic()
         on_tick(reader.read(queued, gpus_of=()))
-    report = last_report(run)
-    if made_since(run.submissions(), report["submissions"]) is not None:
+    report, lines = read_report(run), run.submissions()
+    if made_since(lines, report["submissions"] if report else ()) is not None:
         raise SlurmGPUError(
             f"The merge of {run.folder} did not finish. `slurmgpu logs {run.typed} --merge` may say why; "
             f"`slurmgpu merge {run.typed}` merges what is published."
         )
-    return report
+    return last_report(run)
 
 
 def follow_rows(run: Run) -> Iterator[RunRow]:

@@ -349,6 +349,9 @@ def test_whoever_waits_for_a_run_reads_each_record_once(run, monkeypatch):
     run.record_submission({**run.submissions()[0], "submission": 3, "state": "ended"})
     with pytest.raises(SlurmGPUError, match="did not finish"):
         wait.wait_for(run)
+    (run.folder / "report.json").unlink()  # as where no merge ever did
+    with pytest.raises(SlurmGPUError, match="did not finish"):
+        wait.wait_for(run)
 
 
 def test_whoever_lacks_rows_is_sent_to_a_report_only_if_there_is_one(run):

@@ -17,6 +17,7 @@ from slurmgpu import open as open_merged
 from slurmgpu.executors import slurm_jobs
 from slurmgpu.slurm import commands
 from tests.local.test_command_runs import make as make_command
+from tests.support.nightly import by_night
 from tests.support.runs import (
     check_ledger,
     check_rows,
@@ -209,15 +210,15 @@ def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_s
 
 @pytest.fixture
 def grace(cluster):
-    """Give jobs of QOS normal so many seconds to end once they are to be preempted."""
+    """Give jobs of QOS normal so many seconds to end once they are to be preempted, in this PreemptMode."""
     modify = ("sacctmgr", "-i", "modify", "qos", "normal", "set")
-    yield lambda seconds: cluster.run(*modify, f"GraceTime={seconds}")
-    cluster.run(*modify, "GraceTime=0")
+    yield lambda seconds, mode: cluster.run(*modify, f"GraceTime={seconds}", f"PreemptMode={mode}")
+    cluster.run(*modify, "GraceTime=0", "PreemptMode=cluster")
 
 
-@pytest.mark.parametrize("grace_s", [0, 100])
-def test_a_preempted_task_is_requeued_and_the_run_completes(project, cluster, grace, grace_s):
-    grace(grace_s)
+@pytest.mark.parametrize(("grace_s", "mode"), [(0, "cluster"), (100, "cluster"), by_night(100, "cancel")])
+def test_a_preempted_task_is_requeued_and_the_run_completes(project, cluster, grace, grace_s, mode):
+    grace(grace_s, mode)
     settings = {"item_s": 0.15, "load_s": 0.1}
     folder = project(56, held_from=24, settings=settings, slurm={"qos": "normal"})
     process = start(*WAIT, "--gpus", "2", cwd=folder)
