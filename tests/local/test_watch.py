@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from slurmgpu.cli.streams import ERRORS
 from slurmgpu.cli.views import status_poller
 from slurmgpu.cli.views import watch as watching
 from slurmgpu.cli.views.keyboard import Keyboard
@@ -408,6 +409,18 @@ def test_ctrl_z_gives_the_terminal_back_to_the_shell_until_the_job_goes_on(tmp_p
         terminal.see(lambda t: t.written.count(b"\x1b[?1049h") == 2 and "tasks 1–8 of 8" in t.text)
         terminal.send(b"q")
         assert terminal.end() == 3
+
+
+def test_a_terminal_without_our_characters_gets_a_screen_of_the_same_width(tmp_path, run_of_now):
+    run_of_now(n_tasks=30, faulty=True)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    with Terminal("status", "judge", "--watch", cwd=tmp_path, **ascii_only) as terminal:
+        terminal.see(lambda t: "tasks 1-" in t.text)
+        terminal.send(b"q")
+        assert terminal.end() == 3
+    assert b"\\u" not in terminal.written
+    assert terminal.written.isascii()
+    assert "slurmgpu logs …\u65e5".encode("ascii", ERRORS) == b"slurmgpu logs ~\\u65e5"  # what is not ours
 
 
 def test_a_dumb_terminal_gets_lines_and_no_bar(project):
