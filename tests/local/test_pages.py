@@ -456,7 +456,7 @@ def test_a_run_of_which_nothing_is_there_has_a_page(tmp_path):
 @pytest.mark.parametrize("screens", [pytest.param(SCREENS, id="two"), by_night(OTHER_SCREENS)])
 def test_browsers_show_it_at_any_width_in_the_light_and_in_the_dark(browser, faulty, tmp_path, screens):  # noqa: F811
     errors = [(index, f"item_error: KeyError: 'answer_{index}' (judge.py, line 31)") for index in (17, 900)]
-    run, value = pretended(tmp_path, 1500, errors, n_tasks=24, faulty=True)
+    run, value = pretended(tmp_path, 1500, errors, n_tasks=24, faulty=True, load_s=62.0)
     summary = {
         "accuracy": 0.71,
         "by_label": {"hate": {"precision": 0.9, "recall": 0.8}, "ok": {"precision": 1.0, "recall": 0.5}},

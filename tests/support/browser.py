@@ -26,6 +26,7 @@ BROWSERS_OWN = ("chrome:", "chrome-untrusted:", "chrome-search:", "chrome-extens
 OVERFLOWING = """
 const wide = [...document.querySelectorAll("main *")].filter(
   (node) => !node.closest(".scroll, pre, svg") && node.getBoundingClientRect().right > innerWidth + 1
+    || node.matches(".figures dd") && node.scrollWidth > node.clientWidth
 );
 return [document.documentElement.scrollWidth > innerWidth, wide.map((node) => node.outerHTML.slice(0, 80))];
 """
