@@ -16,10 +16,12 @@ from slurmgpu.util.users import own_name
 
 QOS_KEYS = (
     *("Name", "Flags", "MaxWall", "MaxTRESPerJob", "MaxTRESPerUser", "MaxTRESPerAccount", "GrpTRES"),
+    *("MaxTRESMins", "GrpTRESRunMins", "GrpTRESMins"),
     *("MaxJobsPerUser", "GrpJobs", "MaxSubmitJobsPerUser", "GrpSubmitJobs"),
 )
 ASSOCIATION_KEYS = (
     *("User", "Account", "ParentName", "Partition", "DefaultQOS", "MaxWall", "MaxTRESPerJob", "GrpTRES"),
+    *("MaxTRESMins", "GrpTRESRunMins", "GrpTRESMins"),
     *("MaxJobs", "GrpJobs", "MaxSubmitJobs", "GrpSubmitJobs"),
 )
 MAX_ACCOUNTS = 16

@@ -7,6 +7,7 @@ limit decides, for each TRES separately; limits that an account's members share 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from slurmgpu.util.amounts import count_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
 ELSEWHERE = "no task starts there, but in another partition"
+USED_UP = "once it is used up"
 GPU = "gres/gpu"
 MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 QOS, ASSOCIATION = "QOS", "Assoc"
@@ -81,6 +83,9 @@ RULES = (
     Rule("at once", {"MaxTRESPerUser": "MaxGRESPerUser"}),
     Rule("at once", {"MaxTRESPerAccount": "MaxGRESPerAccount"}),
     Rule("at once", {"GrpTRES": "GrpGRES"}),
+    Rule("minutes of a task", {"MaxTRESMins": "MaxGRESMinutesPerJob"}),
+    Rule("minutes at once", {"GrpTRESRunMins": "GrpGRESRunMinutes"}),
+    Rule("minutes in all", {"GrpTRESMins": "GrpGRESMinutes"}),
     Rule("jobs", {"MaxJobsPerUser": "MaxJobsPerUserLimit", "MaxJobs": "MaxJobsLimit"}),
     Rule("jobs", {"GrpJobs": "GrpJobsLimit"}),
     Rule("submit", {"MaxSubmitJobsPerUser": "", "MaxSubmitJobs": ""}),
@@ -100,7 +105,7 @@ def limits_of(submission: Submission, facts: Facts) -> tuple[list[Limit], float 
     empty = empty_partitions(submission, facts)
     usable = [row for row in partitions if row["PartitionName"] not in empty] or partitions
     found = _of_partitions([list(_of_partition(asked, row, facts, is_free)) for row in usable], facts.config)
-    found += [_of_rule(asked, each) for each in held]
+    found += [_of_rule(asked, each, facts.config) for each in held]
     return [*found, *_of_cluster(asked, facts.config)], walltime_s
 
 
@@ -177,7 +182,7 @@ def _sources(
 
 def _held(rule: Rule, sources: Sequence[Source], submission: Submission) -> list[Held]:
     """The limits of a rule that hold; where a source limits GPUs and GPUs of the type, the lower one."""
-    if rule.kind not in ("task", "at once"):  # whose values are lists of TRES, such as "cpu=64,gres/gpu=8"
+    if rule.kind in ("wall", "jobs", "submit"):  # the others' values are lists of TRES: "cpu=64,gres/gpu=8"
         return _deciding(rule, sources)
     if not submission.whole_gpus_per_task:
         return []
@@ -264,7 +269,7 @@ def _gets_all_memory(asked: Submission, partition: Row, config: Mapping[str, str
     return config.get("DefMemPerNode") == partition.get("DefMemPerNode") == "UNLIMITED"
 
 
-def _of_rule(asked: Submission, held: Held) -> Limit:
+def _of_rule(asked: Submission, held: Held, config: Mapping[str, str]) -> Limit:
     rule, source, value = held.rule, held.source, held.value
     name, reason = held.in_words, f"{source.reasons}{rule.keys[held.key]}"
     never = REFUSED if source.denies else f"{NEVER} ({reason})"
@@ -277,10 +282,31 @@ def _of_rule(asked: Submission, held: Held) -> Limit:
     if rule.kind == "submit":
         n_jobs = asked.n_tasks + 1  # the merge job
         return Limit(name, value, str(n_jobs), REFUSED if n_jobs > most else "")
+    if rule.kind.startswith("minutes"):
+        return _of_minutes(asked, held, never, reason, "safe" in config.get("AccountingStorageEnforce", ""))
     if rule.kind == "task" or asked.gpus_per_task > most:
         then = never if asked.gpus_per_task > most else ""
         return Limit(name, count_of(most, "GPU"), f"{asked.gpus_per_task} for a task", then)
     return replace(_at_once(asked, name, most, reason), value=count_of(most, "GPU"))
+
+
+def _of_minutes(asked: Submission, held: Held, never: str, reason: str, is_safe: bool) -> Limit:
+    """A limit on GPUs times minutes of walltime. `is_safe`: Slurm starts only what a budget lets run to its end."""
+    most, name, unit = int(held.value), held.in_words, count_of(int(held.value), "GPU-minute")
+    if asked.walltime_s is None:
+        return Limit(name, unit, "no walltime", "")
+    of_task = math.ceil(asked.walltime_s / 60) * asked.gpus_per_task
+    if held.rule.kind == "minutes of a task":
+        return Limit(name, unit, f"{of_task:,} for a task", never if of_task > most else "")
+    if held.rule.kind == "minutes at once":
+        at_once = asked.n_concurrent * of_task
+        return Limit(name, unit, f"{at_once:,} at once", _fewer(most // of_task, reason) if at_once > most else "")
+    if is_safe and of_task > most:
+        return Limit(name, unit, f"{of_task:,} for a task", never)
+    # What others have used of it is not known here, nor how much of their walltimes the tasks will need.
+    what = f"tasks pend {USED_UP} ({reason})" if is_safe else f"Slurm ends its tasks {USED_UP} ({reason})"
+    in_all = asked.n_tasks * of_task
+    return Limit(name, unit, f"{in_all:,} at most", what if in_all > most else "")
 
 
 def _of_cluster(asked: Submission, config: Mapping[str, str]) -> Iterator[Limit]:

@@ -69,6 +69,10 @@ def test_slurm_does_what_a_dry_run_foretold(project, slurmgpu, cluster, monkeypa
         _, then = dry_run("--gpus", "3", "--gpus-per-task", "3", "--slurm", "qos=tight")
         assert then["MaxTRESPerJob of QOS tight"] == "pends for ever (QOSMaxGRESPerJob)"
         pends("QOSMaxGRESPerJob", "--qos=tight", "-t", "5", "--gpus-per-node=3")
+        cluster.run("sacctmgr", "-i", "modify", "qos", "tight", "set", "MaxTRESMins=gres/gpu=6")
+        _, then = dry_run("--gpus", "2", "--slurm", "qos=tight", "--slurm", "time=00:10:00")
+        assert then["MaxTRESMins of QOS tight"] == "pends for ever (QOSMaxGRESMinutesPerJob)"
+        pends("QOSMaxGRESMinutesPerJob", "--qos=tight", "-t", "10", "--gpus-per-node=1")
         with monkeypatch.context() as preferring:
             for name, value in {"SQUEUE_STATES": "RUNNING", "SQUEUE_PARTITION": "no", "SLURM_CLUSTERS": "no"}.items():
                 preferring.setenv(name, value)

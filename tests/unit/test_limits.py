@@ -19,6 +19,7 @@ QOS = dict.fromkeys(facts.QOS_KEYS, "")
 UNLIMITED = {"DefMemPerNode": "UNLIMITED"}
 NO_DEFAULT = {"SelectTypeParameters": "CR_CORE_MEMORY", **UNLIMITED, "partition": PARTITION | UNLIMITED}
 """What scontrol shows where slurm.conf sets no DefMemPerCPU, DefMemPerNode or DefMemPerGPU."""
+SAFE = {"AccountingStorageEnforce": "associations,limits,qos,safe"}
 ALL_MEMORY = (
     "2 of its tasks run at once, the others pend (Resources): each gets all memory of its node, as no mem is asked for"
 )
@@ -114,6 +115,25 @@ def test_a_walltime_without_end_is_none(text):
                 ({}, {**NO_DEFAULT, "partition": PARTITION | {"DefMemPerCPU": "500"}}, None),
                 ({}, {**NO_DEFAULT, "SelectTypeParameters": "CR_CORE"}, None),
                 ({"mem_per_cpu": "1G"}, NO_DEFAULT, None),
+            ]
+        ],
+        *[
+            (
+                submission(n_tasks=4, gpus=2, time="30"),
+                {"association": {**USERS, key: f"cpu=9,gres/gpu={most}"}, **config},
+                f"{key} of ada in account lab",
+                then,
+            )
+            for key, most, config, then in [
+                ("MaxTRESMins", 60, {}, ""),
+                ("MaxTRESMins", 59, {}, "pends for ever (AssocMaxGRESMinutesPerJob)"),
+                ("GrpTRESRunMins", 240, {}, ""),
+                ("GrpTRESRunMins", 239, {}, "3 of its tasks run at once, the others pend (AssocGrpGRESRunMinutes)"),
+                ("GrpTRESRunMins", 59, {}, "pends for ever (AssocGrpGRESRunMinutes)"),
+                ("GrpTRESMins", 240, SAFE, ""),
+                ("GrpTRESMins", 239, SAFE, "tasks pend once it is used up (AssocGrpGRESMinutes)"),
+                ("GrpTRESMins", 59, SAFE, "pends for ever (AssocGrpGRESMinutes)"),
+                ("GrpTRESMins", 59, {}, "Slurm ends its tasks once it is used up (AssocGrpGRESMinutes)"),
             ]
         ],
         (submission(), {"qos": {"MaxSubmitJobsPerUser": "9"}}, "MaxSubmitJobsPerUser of QOS normal", ""),

@@ -225,7 +225,7 @@ def _show_limits(seen: Preview, auto_resubmit: int) -> None:
 
 
 def _verdict(seen: Preview, title: str) -> str:
-    from slurmgpu.slurm.limits import ELSEWHERE, NEVER, REFUSED
+    from slurmgpu.slurm.limits import ELSEWHERE, NEVER, REFUSED, USED_UP
 
     if not seen.trials:
         return f"not known: {title} does not answer"
@@ -234,8 +234,11 @@ def _verdict(seen: Preview, title: str) -> str:
     for then, words in ((REFUSED, "sbatch will refuse it"), (NEVER, "Slurm takes it, but it pends for ever")):
         if names := [limit.limit for limit in seen.limits if limit.then.startswith(then)]:
             return f"{words}, by {', '.join(names)}"
-    if names := [limit.limit for limit in seen.limits if limit.then not in ("", ELSEWHERE)]:
+    above = [limit for limit in seen.limits if limit.then not in ("", ELSEWHERE)]
+    if names := [limit.limit for limit in above if USED_UP not in limit.then]:
         return f"Slurm takes it, but runs fewer tasks at once than asked for, by {', '.join(names)}"
+    if above:
+        return f"Slurm takes it, but may stop it before its end, by {', '.join(limit.limit for limit in above)}"
     return "Slurm takes it, and it is within all of these limits"
 
 
