@@ -98,15 +98,18 @@ def merge_words(status: Status) -> str:
 
 def parting_words(status: Status) -> str:
     """Why a run without jobs is still watched."""
-    if status["state"] != "ended" or status["at_work"] is None:
-        return unknown_words(status)
+    if status["state"] != "ended" or status["at_work"] is None or status["cancelled"]:
+        return ended_words(status)
     return f"no job is left; watching stops if the merge does not finish within {GRACE_S:.0f} s"
 
 
-def unknown_words(status: Status) -> str:
-    """A remark if it is unknown whether more tasks are queued."""
-    is_unknown = status["state"] == "ended" and status["at_work"] is None
-    return "whether more tasks are queued cannot be seen here" if is_unknown else ""
+def ended_words(status: Status) -> str:
+    """A remark if it is unknown whether more tasks are queued, or if they were cancelled."""
+    if status["state"] != "ended":
+        return ""
+    if status["at_work"] is None:
+        return "whether more tasks are queued cannot be seen here"
+    return "the last submission was cancelled" if status["cancelled"] else ""
 
 
 def failure_words(status: Status) -> str:

@@ -86,6 +86,7 @@ class Status(TypedDict):
     submitted: float | None
     state: str
     at_work: bool | None
+    cancelled: bool
     n_items: int
     n_items_done: int
     n_shards: int
@@ -181,6 +182,7 @@ class StatusReader:
             "submitted": lines[0].get("time") if lines else None,
             "state": state_of(lines, len(published) == plan.n_shards, is_complete, attempts, queue, leaving, at_work),
             "at_work": at_work,
+            "cancelled": bool(lines and lines[-1].get("cancelled")),
             "n_items": plan.n_items,
             "n_items_done": _n_items(run, done) + n_kept,
             "n_shards": plan.n_shards,

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from slurmgpu.cli.views.columns import MAX_LISTED
+from slurmgpu.cli.views.columns import MAX_ATTEMPTS, MAX_LISTED
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.cli.views.status import show_status
 from slurmgpu.cli.views.status_poller import Look
@@ -647,3 +647,16 @@ def test_lines_that_are_of_no_submission_are_passed_over(tmp_path):
     assert run.submissions() == [line]
     run.record_submission({"submission": 1, "state": "ended"})
     assert run.submissions() == [{**line, "state": "ended"}]
+
+
+def test_of_hundreds_of_attempts_those_that_ended_well_are_counted_alone(tmp_path, capsys):
+    run = pretend_run(tmp_path / "judge", 300, n_tasks=MAX_ATTEMPTS + 50, n_shards=5000, sample_s=0)
+    names = [f"4711_{task}.0" for task in range(MAX_ATTEMPTS + 50)]
+    for name in names[3:]:
+        failure = "crash" if name == names[-1] else None
+        change(run, name, state="ended", shard=None, ended=NOW, failure=failure, message="SIGSEGV" if failure else "")
+    show_status(read_status(run, now=NOW))
+    told = capsys.readouterr().out
+    assert [line.split()[0] for line in told.splitlines() if line.startswith("4711_")] == [*names[:3], names[-1]]
+    assert f"  … and {MAX_ATTEMPTS + 46} more; status --json lists them\n" in told
+    assert f"  {names[-1]}: crash: SIGSEGV\n" in told

@@ -21,6 +21,7 @@ from slurmgpu.cli.views import status_poller
 from slurmgpu.cli.views import watch as watching
 from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
+from slurmgpu.cli.views.status import show_status
 from slurmgpu.cli.views.status_poller import Look, StatusPoller, last_line
 from slurmgpu.report.state_words import News, last_message, line_of, state_of, tasks_of
 from slurmgpu.report.status import StatusReader
@@ -291,6 +292,19 @@ def test_a_run_of_which_nothing_is_left_says_how_long_it_is_watched(tmp_path, n_
     lines = drawn(screen_of(run, 900, []), (100, 24))
     assert f"merge    {said}" in "\n".join(lines)
     assert any(line.startswith("no task has started  ") for line in lines) == (not n_tasks)
+
+
+def test_a_run_that_was_cancelled_before_it_began_says_so_and_is_not_watched(tmp_path, capsys):
+    run = pretend_run(tmp_path / "judge", 300, n_tasks=0)
+    run.record_submission({"submission": 1, "cancelled": True})
+    assert "; the last submission was cancelled" in words_of(run, 900, [])
+    look = Look(run)
+    status, _ = look.read([], None, BEGIN + 900)
+    assert look.has_ended(status)
+    show_status(status)
+    told = capsys.readouterr()
+    assert "\nthe last submission was cancelled\n" in told.out
+    assert told.err == f"next: slurmgpu resubmit {run.folder}\n"
 
 
 class Seen:

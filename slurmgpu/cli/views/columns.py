@@ -30,6 +30,7 @@ WORDS = {"attempt", "node", "state", "progress", "end", "last heard"}
 """Columns of text; the others hold numbers."""
 FOLDING = {"node", "progress", "end"}
 """Columns that fold in a narrow terminal."""
+MAX_ATTEMPTS = 200
 MAX_LISTED = 20
 """The most failed items, holes and messages that are printed; the JSON has more."""
 MAX_NAMES = 3

@@ -12,7 +12,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu.cli.console import result, wide_console
-from slurmgpu.cli.views.columns import MAX_LISTED, counts_of, none_began, show_failures, show_rest, show_table, used_by
+from slurmgpu.cli.views.columns import (
+    MAX_ATTEMPTS,
+    MAX_LISTED,
+    counts_of,
+    none_began,
+    show_failures,
+    show_rest,
+    show_table,
+    used_by,
+)
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.report.attempts import (
@@ -32,7 +41,6 @@ from slurmgpu.run.submissions import shares_gpus
 from slurmgpu.util.amounts import count_of, stretch_of, wide_clock
 from slurmgpu.util.ansi import plain
 
-MAX_ATTEMPTS = 200
 EVERYWHERE = ("python", "numpy", "h5py")
 """Packages of every run, whose versions are only on the page and in the JSON."""
 MAX_ODD = 8

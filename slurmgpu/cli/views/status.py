@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from slurmgpu.cli.console import result, say, wide_console
 from slurmgpu.cli.views.columns import (
+    MAX_ATTEMPTS,
     MAX_LISTED,
     counts_of,
     doing_now,
@@ -23,23 +24,23 @@ from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.queued import Job, is_held, is_suspended, reason_of
-from slurmgpu.report.state_words import if_words, merge_words, moment, pace_words, shard_of, state_of, unknown_words
+from slurmgpu.report.state_words import ended_words, if_words, merge_words, moment, pace_words, shard_of, state_of
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.amounts import count_of, share_of, span_of
 from slurmgpu.util.ansi import plain
 from slurmgpu.util.array_ids import array_of
 
 
-def show_status(status: Status, max_rows: int | None = None) -> None:
-    """Print a run's progress, pace, attempts and queued jobs; at most `max_rows` attempts, omitting ended ones."""
+def show_status(status: Status, max_rows: int = MAX_ATTEMPTS) -> None:
+    """Print a run's progress, pace, attempts and queued jobs; of more than `max_rows` attempts not those that ended."""
     console = wide_console()
     _show_progress(console, status)
-    attempts = in_task_order(status["attempts"])
-    if max_rows is not None and len(attempts) > max_rows:
-        attempts = [a for a in attempts if state_of(a) != "ended"][:max_rows]
-    if attempts:
-        _show_living(console, attempts)
-    show_rest(len(status["attempts"]), "status --json lists them", len(attempts))
+    shown = attempts = in_task_order(status["attempts"])
+    if len(attempts) > max_rows:
+        shown = [a for a in attempts if state_of(a) != "ended"][:max_rows]
+    if shown:
+        _show_living(console, shown)
+    show_rest(len(attempts), "status --json lists them", len(shown))
     show_failures(console, attempts)
     _show_unrecorded(status)
     lines = list(filter(None, (_job_words(job, status["time"]) for job in status["queue"] or ())))
@@ -63,7 +64,7 @@ def _show_progress(console: Console, status: Status) -> None:
     )
     knows_pace = status["pace"]["items_per_s"] is not None or status["pace"]["left_s"]
     going = [pace_words(status), if_words(status)] if knows_pace else []
-    if told := [part for part in (*going, merge_words(status), unknown_words(status)) if part]:
+    if told := [part for part in (*going, merge_words(status), ended_words(status)) if part]:
         result("; ".join(told))
     if are_told(versions := status["code"]):
         result(f"code: {in_words_of(versions)}")
@@ -126,7 +127,7 @@ def next_command(status: Status) -> str | None:
     folder = shlex.quote(status["run_dir"])
     if status["state"] == "planned":
         return f"slurmgpu resubmit {folder}, or the two sbatch commands that `slurmgpu plan` printed"
-    if status["state"] in ("incomplete", "ended") and not unknown_words(status):
+    if status["state"] == "incomplete" or (status["state"] == "ended" and status["at_work"] is not None):
         verb = "merge" if status["n_shards_done"] == status["n_shards"] else "resubmit"
         return f"slurmgpu {verb} {folder}"
     if status["state"] == "complete" and status["n_errors"]:

@@ -61,7 +61,7 @@ class Look:
             self._over_since = None
             return status["state"] in ("complete", "incomplete")
         self._over_since = status["time"] if self._over_since is None else self._over_since
-        return status["time"] - self._over_since >= GRACE_S
+        return status["cancelled"] or status["time"] - self._over_since >= GRACE_S
 
     def _last_line(self, attempt: str, computes: bool) -> tuple[object, str]:
         path = self.run.logs / f"{attempt}.log"
