@@ -204,7 +204,7 @@ def digests_in(run: Path) -> list[str]:
     """The digests of the snapshots in a run directory, oldest first."""
     try:
         found = [entry for entry in list_entries(run / FOLDER) if entry.name.endswith(".json")]
-    except NotADirectoryError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     names = [entry.name for entry in sorted(found, key=lambda entry: retried(entry.stat).st_mtime)]
     return [name.removesuffix(".json") for name in names if not name.startswith(".")]

@@ -15,7 +15,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.search.cached_run import CachedRun, cached
 from slurmgpu.search.excerpts import Excerpt, excerpt_of_attempt, excerpt_of_death
 from slurmgpu.search.items import NOBODY, excerpt_of_item, story_of_item
-from slurmgpu.util.shared_files import list_names
+from slurmgpu.util.shared_files import list_names, retried
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ def add_excerpts(run: Run, items: Sequence[Reason], attempts: Sequence[Reason], 
     Returns a sentence if the logs cannot be read, else an empty text.
     """
     try:
+        retried(run.logs.stat)
         list_names(run.logs)
     except OSError as error:
         return f"No lines of logs are shown, because logs/ in the run directory cannot be read: {error.strerror}."

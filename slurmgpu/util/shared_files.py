@@ -248,15 +248,14 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 def list_entries(folder: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> list[os.DirEntry[str]]:
     """The entries of a folder, as this machine sees it, in no order; a transient error is tried again.
 
-    A folder that is not there has none, here and below: a copy of a run may lack the empty ones.
+    A folder that is not there has none, here and below, if the one above is: a copy of a run may lack the empty ones.
     """
 
     def scan() -> list[os.DirEntry[str]]:
-        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        with os.scandir(folder) as entries:
             return list(entries)
-        return []
 
-    return retried(scan, patience_s)
+    return _listed(folder, scan, patience_s)
 
 
 def list_fresh(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
@@ -271,18 +270,20 @@ def list_fresh(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
                 raise
-    return _names_in(folder, patience_s)
+    return _listed(folder, lambda: os.listdir(folder), patience_s)
 
 
 def list_names(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
     """The names in a folder, in order, as this machine sees it; a transient error is tried again."""
-    return sorted(_names_in(folder, patience_s))
+    return sorted(_listed(folder, lambda: os.listdir(folder), patience_s))
 
 
-def _names_in(folder: Path, patience_s: float) -> list[str]:
+def _listed(folder: os.PathLike[str] | str, look: Callable[[], list[_T]], patience_s: float) -> list[_T]:
     try:
-        return retried(lambda: os.listdir(folder), patience_s)
+        return retried(look, patience_s)
     except FileNotFoundError:
+        if not is_folder(Path(folder).parent):
+            raise
         return []
 
 

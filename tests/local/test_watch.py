@@ -400,9 +400,9 @@ def test_whatever_ends_it_the_terminal_is_as_before(tmp_path, run_of_now, how):
             terminal.process.terminate()
             assert terminal.end() == 143
         else:
-            run.tasks.rename(run.folder / "elsewhere")
+            run.folder.rename(tmp_path / "elsewhere")
             assert terminal.end() == 2
-            assert "tasks: No such file or directory" in terminal.text.replace("\n", "")
+            assert "shards: No such file or directory" in terminal.text.replace("\n", "")
         assert termios.tcgetattr(terminal._its) == terminal.modes
         assert terminal.written.rindex(b"\x1b[?1049l") > terminal.written.rindex(b"\x1b[?1049h")
         assert b"\x1b[?25h" in terminal.written  # the cursor

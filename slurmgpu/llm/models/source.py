@@ -176,7 +176,7 @@ def named_in(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """
     try:
         names = list_names(folder)
-    except NotADirectoryError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise _unlisted(error) from error
