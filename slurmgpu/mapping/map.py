@@ -356,7 +356,11 @@ def _learnt(draft: Draft) -> dict[str, Type]:
                 raise SlurmGPUError(
                     f"The column {name!r}, in the first batch and the last item: {error} Nothing was submitted."
                 ) from error
-    return types
+    # A column of text has no None.
+    return {
+        name: "json" if kind == "text" and any(row.get(name) is None for row in rows) else kind
+        for name, kind in types.items()
+    }
 
 
 def _remove_probe(folder: Path) -> None:

@@ -473,6 +473,11 @@ def test_an_array_whose_length_differs_in_the_last_item_may_have_any_length():
     assert [(row["n"], row["weights"].tolist()) for row in rows] == [(n, list(range(n))) for n in (4, 6, 8)]
 
 
+def test_a_text_that_is_none_in_the_first_item_may_be_none():
+    run = slurmgpu.map(lambda n: {"note": None if n < 3 else "large"}, [1, 2, 3], **IN_PROCESS)
+    assert run["note"][:] == [None, None, "large"]
+
+
 def test_a_row_of_a_table_is_an_item():
     frame = pd.DataFrame({"n": [1, 2, 3], "text": ["a", None, "c"]}, index=[5, 6, 7])
     here = {**IN_PROCESS, "overrides": {**HERE["overrides"], "keep": ["text"]}}
