@@ -32,7 +32,7 @@ test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/test)
 	$(GPU_PYTHON) -m tests.gpu
 
 test-vllm: packages $(VLLM)/test
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --timeout=900 tests/vllm
 
 # Where old versions differ: files of HDF5 and Arrow, the run file's tables, what Python's own library has become.
 test-oldest: packages $(OLDEST)/test
