@@ -691,6 +691,30 @@ def test_rows_of_other_code_that_rot_after_they_were_merged_are_not_those_of_bef
     assert "5 rows of merged.h5 are kept, because its newest file is damaged" in caplog.text
 
 
+def test_the_two_newest_files_of_a_shard_that_rot_after_they_were_merged_cost_no_row(run):
+    publish_all(run)
+    for submission, revision in ((2, 1), (3, 2)):
+        write_recompute(run.folder, Recompute(submission, {1: Again(revision, [(6, 8)])}))
+        publish_again(run, submission, sign=-revision)
+    merge(run)
+    newer = {**ALL_GOOD, 6: -24, 7: -28}
+    assert merged_rows(run) == newer
+    for revision in (1, 2):
+        path = run.revision_path(1, revision)
+        path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):
+        assert merge(run)["complete"]
+        assert merged_rows(run) == newer
+
+
+def test_a_shard_that_failed_in_part_and_came_after_a_merge_is_merged_as_it_is(run):
+    publish_all(run)[4].unlink()
+    merge(run)
+    publish(run, 4, failed={21})
+    assert merge(run)["n_errors"] == 1
+    assert merged_rows(run) == {**ALL_GOOD, 21: None}
+
+
 def test_texts_that_are_cut_elsewhere_are_other_rows_whatever_their_bytes(run):
     """The values of both files are the same; merged.h5 goes back to no text of the earlier file."""
     publish_all(run)
@@ -723,6 +747,13 @@ def test_rows_of_other_code_that_rot_after_they_were_merged_are_of_that_code_sti
         if path.exists():
             path.write_bytes(path.read_bytes()[:-1])
     assert run.shard_files()[1] == [0, 2]
+    for revision in (0, 2):
+        run.revision_path(1, revision).unlink()
+    for _ in range(2):
+        merge(run)
+        with results.open(run.merged) as merged:
+            assert merged.code[start:stop].tolist() == ["old", "new", "new", "old", "old"]
+    assert run.shard_files()[1] == [0]
 
 
 def test_a_shard_all_of_whose_files_rot_after_they_were_merged_costs_no_row(run):
