@@ -1,5 +1,6 @@
 """What a task makes of its worker's events and end, and of signals: with workers that say what a test has them say."""
 
+import errno
 import os
 import signal
 import sys
@@ -7,14 +8,19 @@ import time
 
 import pytest
 
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.errors import GPUFaultError
 from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE
+from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.metric_log import MetricReader
-from slurmgpu.run.records import Attempt
+from slurmgpu.run.records import Attempt, node_name
 from slurmgpu.task import supervisor, worker_process
 from slurmgpu.task.launcher import Launcher
+from slurmgpu.task.nodes import NodeFaultError
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import StopSignals
 from slurmgpu.util import cgroups
+from slurmgpu.worker.assignment import WorkerFailedError
 from tests.support.runs import planned_run
 
 SAYS = """
@@ -92,6 +98,31 @@ def test_a_worker_has_done_its_work_once_it_says_so_and_holds_no_shard(work):
     for too_early in ("begin(); publish()", "begin(); done(); sys.exit(3)", f"begin(); done(); {DIES}"):
         code, record = work(too_early, ENDS)
         assert (code, record["failure"], len(record["deaths"])) == (0, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure", "bad_node"),
+    [
+        (GPUFaultError("no card"), "gpu_fault", node_name()),
+        (ContainerError("no runtime", node_at_fault=True), "container", node_name()),
+        (ContainerError("no image"), "container", None),
+        (NodeFaultError("node_fail", "it does not answer", "gpu07"), "node_fail", "gpu07"),
+        (WorkerFailedError("workload_error", "it is broken"), "workload_error", None),
+        (OSError(errno.ENOSPC, "no room"), "disk_full", None),
+        (RuntimeError("a bug"), "crash", None),
+    ],
+)
+def test_what_keeps_a_task_from_working_is_recorded_and_its_claims_are_given_back(
+    work, monkeypatch, error, failure, bad_node
+):
+    def prepare(*_):
+        raise error
+
+    monkeypatch.setattr(Launcher, "prepare", prepare)
+    code, record = work()
+    assert (record["failure"], record["bad_node"], record["state"]) == (failure, bad_node, "ended")
+    assert (code, record["claims"]) == (POLICIES[failure].exit_code or 1, set())
+    assert str(error) in record["message"]
 
 
 def test_a_lease_is_renewed_while_a_worker_says_nothing(work, tmp_path):
