@@ -21,7 +21,7 @@ from submitit.local.local import LocalJob
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.here import SLOT, gpu_ids, n_threads_of, stop, surely_of, tasks_here
 from slurmgpu.executors.slot import begin_slot, waiting_slot
-from slurmgpu.executors.submitit_patches import owners_files, patch_submitit
+from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.report.attempts import Accounted
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, class_of_exit
@@ -87,9 +87,8 @@ def start(run: Run, submission: Submission) -> list[Any]:
     with safe_path(), _ignoring_sigint():
         jobs = []
         for slot, ids in enumerate(slots):
-            with owners_files(_Executor, "_submit_command"):
-                given = (run.folder, job, slot, number, ids, device, n_threads)
-                jobs.append(retried(lambda: executor.submit(job_entry.run_local_task, *given)))  # noqa: B023
+            given = (run.folder, job, slot, number, ids, device, n_threads)
+            jobs.append(retried(lambda: executor.submit(job_entry.run_local_task, *given)))  # noqa: B023
             if isinstance(waiting := jobs[-1]._process, Fork):
                 # Only now: a task that does not find its job's pickle, which is named after it, waits for a second.
                 begin_slot(waiting, run.logs, ENVIRON)

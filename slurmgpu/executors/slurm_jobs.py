@@ -18,7 +18,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from slurmgpu.errors import MayBeQueuedError, SlurmGPUError
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.resubmission import first_submission
-from slurmgpu.executors.submitit_patches import owners_files, patch_submitit
+from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.run_path import refuse_odd_path
 from slurmgpu.run.directory import Run
@@ -117,10 +117,7 @@ def _first_sentence(error: BaseException) -> str:
 def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = (), undone: str = "") -> Any:
     try:
         # Submitit also prints to stderr what it raises.
-        with (
-            contextlib.redirect_stderr(io.StringIO()),
-            owners_files(submitit.SlurmExecutor, "_make_submission_command"),
-        ):
+        with contextlib.redirect_stderr(io.StringIO()):
             return submit_jobs()
     except (FailedSubmissionError, FailedJobError) as error:
         lines = [line.strip() for line in str(error).splitlines()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,12 @@ import submitit
 from submitit.core import utils
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util import process_wide
 from slurmgpu.util.shared_files import exists, replace, retried, status_of
 
 log = logging.getLogger(__name__)
+
+OWNERS = 0o600
+"""The mode of what jobs run, and of `setup`, which may hold tokens; a default ACL grants others no more than that."""
 
 
 class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by its name, cannot be subclassed before 3.12
@@ -25,6 +26,15 @@ class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by
     def exists(self, **given: Any) -> bool:
         """Whether there is a file."""
         return status_of(self) is not None
+
+
+class _OwnersPath(type(Path())):  # type: ignore[misc]
+    """A path of a file to write, which only its owner can read."""
+
+    def open(self, *given: Any, **more: Any) -> Any:
+        """The open file."""
+        self.touch(OWNERS)
+        return super().open(*given, **more)
 
 
 def patch_submitit() -> None:
@@ -39,37 +49,25 @@ def patch_submitit() -> None:
     for name in ("submitted_pickle", "result_pickle"):
         setattr(paths, name, _steady(getattr(paths, name).fget))
     changed: Any = utils
-    changed.pickle_load, changed.cloudpickle_dump = _retrying(utils.pickle_load), _retrying(utils.cloudpickle_dump)
+    dump, in_logs = _owners(utils.cloudpickle_dump), paths.get_first_id_independent_folder
+    paths.get_first_id_independent_folder = staticmethod(lambda folder: _OwnersPath(in_logs(folder)))
+    changed.pickle_load, changed.cloudpickle_dump = _retrying(utils.pickle_load), _retrying(dump)
     changed.temporary_save_path = _saving
     changed.copy_process_streams = _telling(utils.copy_process_streams)
     executor: Any = submitit.SlurmExecutor
     executor._get_job_id_from_submission_command = staticmethod(_sbatchs_line(executor))
 
 
-@contextlib.contextmanager
-def owners_files(executor: type, starts: str) -> Iterator[None]:
-    """Make Submitit's files readable by their owner only: jobs run them, and `setup` may hold tokens.
-
-    `starts` is the last method that the executor calls before sbatch or the process starts; from there on the user's
-    umask applies again, as to all other files of a run.
-    """
-    with process_wide.one_thread():
-        former, method = os.umask(0o077), getattr(executor, starts)
-
-        def start(*args: Any, **kwargs: Any) -> Any:
-            os.umask(former)
-            return method(*args, **kwargs)
-
-        setattr(executor, starts, start)
-        try:
-            yield
-        finally:
-            os.umask(former)
-            setattr(executor, starts, method)
-
-
 def _steady(path_of: Callable[[Any], Path]) -> property:
     return property(lambda paths: _SteadyPath(path_of(paths)))
+
+
+def _owners(dump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def dumped(value: Any, path: Path | str) -> None:
+        Path(path).touch(OWNERS)
+        dump(value, path)
+
+    return dumped
 
 
 def _sbatchs_line(executor: Any) -> Callable[[str | bytes], str]:

@@ -344,7 +344,7 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
     with beside(folder) as partial:
         make_folder(partial)
         for name in FOLDERS:
-            make_folder(partial / name)
+            make_folder(partial / name, 0o755 if name == "logs" else 0o777)  # as `protect` has it, from the beginning
         for file in files:
             if file.is_dir():
                 make_folder(partial / file.name)

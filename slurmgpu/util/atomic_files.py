@@ -76,14 +76,21 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, *, durable: bool = True, patience_s: float = PATIENCE_S) -> Iterator[BinaryIO]:
+def whole_file(
+    path: Path, *, durable: bool = True, mode: int | None = None, patience_s: float = PATIENCE_S
+) -> Iterator[BinaryIO]:
     """A file to write in the block; at the end of the block it replaces `path` in one step.
 
     A reader sees the old file or the new one, never a part; after an error the old one stays. Without `durable` nothing
     is fsynced: for progress that may be lost if the machine fails. The last step alone is retried, for `patience_s`.
+    `mode` sets the permissions of the file, by default those of the umask.
     """
     with beside(path) as partial:
+        if mode is not None:
+            partial.touch(mode)  # others could open a file that has more at first
         with open(partial, "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             yield file
             if durable:
                 file.flush()
@@ -96,15 +103,10 @@ def whole_file(path: Path, *, durable: bool = True, patience_s: float = PATIENCE
 def write_bytes(
     path: Path, content: bytes, *, durable: bool = True, mode: int | None = None, patience_s: float = PATIENCE_S
 ) -> None:
-    """Write `content` to `path` as `whole_file` does; transient errors are retried for `patience_s`.
-
-    `mode` sets its permissions, by default those of the umask.
-    """
+    """Write `content` to `path` as `whole_file` does; transient errors are retried for `patience_s`."""
 
     def write() -> None:
-        with whole_file(path, durable=durable, patience_s=0.0) as file:  # all of it is retried
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
+        with whole_file(path, durable=durable, mode=mode, patience_s=0.0) as file:  # all of it is retried
             file.write(content)
 
     retried(write, patience_s)

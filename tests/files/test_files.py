@@ -50,6 +50,19 @@ def test_a_full_disk_is_told_of_the_file_that_has_no_room(tmp_path, number):
     assert failed.value.filename == str(tmp_path / "page.html")
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_file_of_a_mode_has_no_other_one_before(tmp_path, monkeypatch, mode):
+    had, change = [], os.fchmod
+    monkeypatch.setattr(os, "fchmod", lambda fd, to: (had.append(os.fstat(fd).st_mode & 0o777), change(fd, to)))
+    former = os.umask(0)
+    try:
+        write_bytes(tmp_path / "private.json", b"{}", mode=mode)
+    finally:
+        os.umask(former)
+    assert had == [mode]
+    assert (tmp_path / "private.json").stat().st_mode & 0o777 == mode
+
+
 def test_errors_of_other_files_name_those(tmp_path):
     with pytest.raises(FileNotFoundError) as failed, beside(tmp_path / "page.html"):
         (tmp_path / "other").stat()

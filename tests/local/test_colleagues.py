@@ -23,6 +23,7 @@ from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.util import pids, users
 from tests.cluster.fixture import leave_out
+from tests.support.access_lists import let_all_write_below
 from tests.support.command_line import CommandLine
 from tests.support.images import fork
 from tests.support.nightly import by_night
@@ -228,21 +229,43 @@ def test_who_would_hide_rows_from_the_owner_by_a_umask_is_told_so_before_anythin
 
 
 def test_where_an_access_control_list_stands_for_the_umask_nobody_is_refused_for_one(colleagues):
-    if shutil.which("setfacl") is None:
-        leave_out("there is no setfacl, which the package acl has")
     folder = colleagues.project("group", lacking=True)
     open_to_the_group(folder)
-    folders = [folder / "run", *(path for path in (folder / "run").iterdir() if path.is_dir())]
-    given = subprocess.run(["setfacl", "-d", "-m", "u::rwx,g::rwx,o::---", *folders], capture_output=True, text=True)
-    if "Operation not supported" in given.stderr:
-        pytest.skip(f"the file system of {folder} has no access control lists")
-    assert given.returncode == 0, given.stderr
+    let_all_write_below(folder / "run", *(path for path in (folder / "run").iterdir() if path.is_dir()))
     (folder / "run").chmod(0o2770)  # without the sticky bit, so that bob may replace what alice has merged
     colleagues.slurmgpu(BOB, "resubmit", "--trust", *COMPUTE, "run", cwd=folder, umask=0o077, expect=0)
     check_rows(folder, 24)
     made = [path for path in (folder / "run").rglob("*.h5") if path.stat().st_uid == BOB.pw_uid]
     assert made
     as_user(ALICE, lambda: [path.read_bytes() for path in made])
+
+
+def test_an_access_control_list_lets_colleagues_neither_write_what_jobs_run_nor_read_what_may_hold_tokens(colleagues):
+    top = Path(tempfile.mkdtemp(prefix="project-", dir=colleagues.world))
+    folder = make_project(top / "project", 24)
+    for path in (top, folder, *folder.iterdir()):
+        os.chown(path, ALICE.pw_uid, TEAM)
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    let_all_write_below(folder, user=BOB.pw_uid)
+    colleagues.slurmgpu(ALICE, "submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
+    run = folder / "run"
+    pickles = list((run / "logs").glob("*.pkl"))
+    executed = [run / "run.json", run / "submissions.jsonl", *pickles, *(run / "code").rglob("*.*")]
+    assert len(pickles) == 2
+    assert len(executed) == 6
+
+    def open_them():
+        assert list(run.glob("shards/*.h5"))
+        for path in run.glob("shards/*.h5"):
+            path.open("r+b").close()  # which the list does let him write
+        for path in executed:
+            with pytest.raises(PermissionError):
+                path.open("r+b")
+        for path in pickles:
+            with pytest.raises(PermissionError):
+                path.read_bytes()
+
+    as_user(BOB, open_them)
 
 
 def test_an_owner_who_is_refused_takes_no_permission_from_colleagues_who_are_at_work(colleagues):

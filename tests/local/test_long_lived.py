@@ -12,7 +12,6 @@ import pytest
 import slurmgpu
 from slurmgpu.code import imported_modules
 from slurmgpu.code.namesakes import namesakes_hidden
-from slurmgpu.executors import submitit_patches
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.slurm import commands
 from slurmgpu.util import process_wide
@@ -22,29 +21,15 @@ OVERLAP_S = 0.3
 """How long a thread is given to enter a block that is to be closed for it."""
 
 
-class Starts:
-    """An executor of Submitit's with the method that starts jobs."""
-
-    def start(self):
-        return None
-
-
 def state():
-    umask = os.umask(0o022)
-    os.umask(umask)
     environ = os.environ.get("PYTHONSAFEPATH"), os.environ.get("SLURM_NTASKS")
-    return umask, Path.cwd(), *sys.path, environ, Starts.start
+    return Path.cwd(), *sys.path, environ
 
 
 @pytest.mark.parametrize(
     "block",
-    [
-        process_wide.safe_path,
-        commands.outside_job,
-        lambda: submitit_patches.owners_files(Starts, "start"),
-        lambda: namesakes_hidden(Path("a")),
-    ],
-    ids=["safe_path", "outside_job", "owners_files", "namesakes_hidden"],
+    [process_wide.safe_path, commands.outside_job, lambda: namesakes_hidden(Path("a"))],
+    ids=["safe_path", "outside_job", "namesakes_hidden"],
 )
 def test_threads_leave_the_process_as_it_was(monkeypatch, block):
     """The second would put back what the first had changed."""

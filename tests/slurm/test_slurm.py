@@ -17,6 +17,7 @@ from slurmgpu import open as open_merged
 from slurmgpu.executors import slurm_jobs
 from slurmgpu.slurm import commands
 from tests.local.test_command_runs import make as make_command
+from tests.support.access_lists import let_all_write_below
 from tests.support.nightly import by_night
 from tests.support.runs import (
     check_ledger,
@@ -655,11 +656,14 @@ def test_a_refusal_names_the_nodes_that_failures_have_excluded(project, slurmgpu
     assert submissions(folder)[-1]["exclude"] == []
 
 
-def test_only_the_owner_reads_what_jobs_are_started_with(project, slurmgpu):
+@pytest.mark.parametrize("has_access_lists", [by_night(False), True])
+def test_only_the_owner_reads_what_jobs_are_started_with(project, slurmgpu, has_access_lists):
     token = "a1b2c3d4e5"  # which nothing tells by its looks
     umask = os.umask(0o022)
     os.umask(umask)
     folder = project(40, slurm={"setup": [f"export KEY={token}"]}, on_end=f"test {token} && touch told")
+    if has_access_lists:
+        let_all_write_below(folder)
     slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
     check_rows(folder, 40)
     assert (folder / "told").exists()
@@ -670,7 +674,8 @@ def test_only_the_owner_reads_what_jobs_are_started_with(project, slurmgpu):
     }
     seen += (folder / "run" / "logs").glob("*_submitted.pkl")
     assert {stat.S_IMODE(path.stat().st_mode) for path in seen} == {0o600}
-    assert stat.S_IMODE((folder / "run" / "shards" / "00000.h5").stat().st_mode) == 0o666 & ~umask
+    others = 0o660 if has_access_lists else 0o666 & ~umask
+    assert stat.S_IMODE((folder / "run" / "shards" / "00000.h5").stat().st_mode) == others
     # What is resubmitted has it, too.
     (folder / "told").unlink()
     (folder / "run" / "shards" / "00000.h5").unlink()
