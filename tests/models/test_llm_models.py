@@ -1,6 +1,7 @@
 """Finding models, fetching them, and reading them ahead. The hub is a server on this machine."""
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -451,3 +452,17 @@ def test_weights_are_read_ahead_once_and_nothing_fails(tmp_path, caplog, monkeyp
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     read_ahead(folder)
     assert "ahead: " in caplog.messages[-1]
+
+
+def test_no_lock_that_another_user_may_hold_is_waited_for(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = make(tmp_path / "model")
+    (folder / "a.safetensors").write_bytes(b"x" * 1000)
+    read_ahead(folder)
+    [path] = tmp_path.glob("slurmgpu-reads-*")
+    path.chmod(0o666)
+    with path.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        read_ahead(folder)
+    assert "users other than its owner may write it (mode 0666)" in caplog.messages[-1]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.util.cgroups import memory_left
-from slurmgpu.util.shared_files import list_names
+from slurmgpu.util.shared_files import UnusableFileError, list_names, why_not_own
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ def _turn(folder: Path) -> Iterator[int]:
     # O_NOFOLLOW: another user could place a link with that name.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        if why := why_not_own(os.fstat(lock), Path(tempfile.gettempdir())):  # who could hold the lock for ever
+            raise UnusableFileError(path, why)
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock
     finally:

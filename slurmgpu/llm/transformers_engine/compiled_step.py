@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.transformers_engine.selfcheck import miss
 from slurmgpu.llm.transformers_engine.slots import Forward, Frame
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.shared_files import is_own
+from slurmgpu.util.users import name_in_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,18 +28,18 @@ LIMIT_S = 300.0
 class Compiled:
     """A forward pass, compiled as a whole and for all step sizes at once, except one row.
 
-    Inductor caches compiled code in the folder TORCHINDUCTOR_CACHE_DIR, by default a folder of the user below TMPDIR.
     `bound` is how far scores may be from those of the eager pass, as a share of their range.
     """
 
     def __init__(self, forward: Forward, bound: float, backend: str | Callable[..., Any] = "inductor") -> None:
-        import torch
-
-        # Constant sizes would be compiled one by one, for minutes each.
-        self._function: Forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=backend)
-        self._bound = bound
-        self.reason: str | None = None
+        self.reason = _why_no_cache()
         """Why it is no longer used; None if it is."""
+        self._function, self._bound = forward, bound
+        if self.reason is None:
+            import torch
+
+            # Constant sizes would be compiled one by one, for minutes each.
+            self._function = torch.compile(forward, fullgraph=True, dynamic=True, backend=backend)
         self.seconds = 0.0
 
     def instead_of(self, forward: Forward, frame: Frame, expected: Tensor) -> Forward:
@@ -65,3 +70,22 @@ class Compiled:
         if off > self._bound:
             return f"with {frame.size[0]} rows scores are off by {off:.2g} of their range"
         return None
+
+
+def _why_no_cache() -> str | None:
+    """Why compiled code cannot be kept on this node; None if it can.
+
+    Inductor imports what lies in TORCHINDUCTOR_CACHE_DIR, which PyTorch sets to a folder below TMPDIR, named after the
+    user. Another user of the node may have made it.
+    """
+    folder = Path(
+        os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/slurmgpu-inductor-{os.getuid()}"
+    )
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{folder}, the folder for compiled code, cannot be made: {error.strerror}"
+    if not is_own(uid := folder.lstat().st_uid, folder.parent):
+        return f"{folder}, the folder for compiled code, belongs to {name_in_words(uid)}"
+    return None
