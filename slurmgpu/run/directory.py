@@ -41,6 +41,7 @@ from slurmgpu.util.shared_files import (
     make_folder,
     may,
     move,
+    naming,
     read_bytes,
     read_with_status,
     replace,
@@ -378,7 +379,8 @@ def protect(folder: Path) -> None:
         path = folder / name
         if exists(path) and (status := retried(path.stat)).st_uid == os.geteuid():
             mode = stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE
-            retried(partial(path.chmod, mode))
+            if mode != stat.S_IMODE(status.st_mode):  # a file system without modes refuses to be told one
+                retried(partial(path.chmod, mode))
     if (mode := stat.S_IMODE(found.st_mode)) & OTHERS_WRITE:
         retried(lambda: folder.chmod(mode | stat.S_ISVTX))
 
@@ -430,7 +432,7 @@ def refuse_existing(folder: Path) -> None:
 
 def _append(path: Path, line: bytes) -> None:
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(fd, "a+b") as file:
+    with naming(path), os.fdopen(fd, "a+b") as file:
         if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
             line = b"\n" + line  # the line before was cut short
         file.write(line)

@@ -173,10 +173,8 @@ class Checkpoints:
         """
         for path in self.folder.glob(f"step-*{REPLACED}"):
             _restore_or_remove(path)
-        for path in self.folder.glob(".*.partial"):
+        for path in [*self.folder.glob(".*.partial"), *self.folder.glob(".*.removed")]:
             _remove(path)
-        for path in self.folder.glob(".*.removed"):
-            shutil.rmtree(path, ignore_errors=True)
 
     def _clear(self) -> None:
         self._remove_leftovers()

@@ -21,6 +21,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk, or an exceeded quota."""
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
+_NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+
 _T = TypeVar("_T")
 
 
@@ -90,7 +92,8 @@ def whole_file(
             partial.touch(mode)  # others could open a file that has more at first
         with open(partial, "wb") as file:
             if mode is not None:
-                os.fchmod(file.fileno(), mode)
+                with naming(path):
+                    _give_mode(file.fileno(), mode)
             yield file
             if durable:
                 file.flush()
@@ -98,6 +101,15 @@ def whole_file(
         replace(partial, path, patience_s)
     if durable:
         fsync_dir(path.parent, patience_s)
+
+
+def _give_mode(fd: int, mode: int) -> None:
+    try:
+        os.fchmod(fd, mode)
+    except OSError as error:
+        # Shares and FAT may have the same mode for all files: it is enough that others may do no more than asked for.
+        if error.errno not in _NO_MODES or os.fstat(fd).st_mode & ~mode & 0o066:
+            raise
 
 
 def write_bytes(

@@ -306,6 +306,17 @@ def remove(path: Path, patience_s: float = PATIENCE_S) -> bool:
     return True
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder with all in it, or what lies in its place.
+
+    Before Python 3.13 shutil.rmtree opens a FIFO, and waits for its writer.
+    """
+    if stat.S_ISDIR(path.lstat().st_mode):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def replace(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
     """Rename a file over another; it succeeds also if the reply is lost and the retry finds no source."""
     identity = retried(lambda: _identity(source), patience_s)

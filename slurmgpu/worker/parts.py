@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from slurmgpu.run.counters import counting
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import beside, write_bytes
 from slurmgpu.util.chance import CHANCE
-from slurmgpu.util.shared_files import link_first, list_fresh, make_folder, read_bytes, retried
+from slurmgpu.util.shared_files import link_first, list_fresh, make_folder, read_bytes, remove_folder, retried
 from slurmgpu.worker.shard_claimer import LATER
 from slurmgpu.workload import part_as_json
 
@@ -213,7 +212,7 @@ class Parts:
 def remove_parts(run: Run) -> None:
     """Remove the parts of all submissions, whose items have rows now or are computed by another submission."""
     try:
-        shutil.rmtree(run.folder / FOLDER)
+        remove_folder(run.folder / FOLDER)
     except FileNotFoundError:
         pass
     except OSError as error:

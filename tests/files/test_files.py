@@ -63,6 +63,24 @@ def test_a_file_of_a_mode_has_no_other_one_before(tmp_path, monkeypatch, mode):
     assert (tmp_path / "private.json").stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.parametrize(("has", "asked"), [(0o755, 0o644), (0o777, 0o644), (0o755, 0o600)])
+def test_where_no_mode_can_be_given_a_file_is_written_only_if_others_may_do_no_more(tmp_path, monkeypatch, has, asked):
+    def refuse(fd, mode):
+        change(fd, has)  # the mode that all files have there
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    change = os.fchmod
+    monkeypatch.setattr(os, "fchmod", refuse)
+    path = tmp_path / "run.json"
+    if (has, asked) == (0o755, 0o644):
+        write_bytes(path, b"{}", mode=asked)
+        assert path.read_bytes() == b"{}"
+    else:
+        with pytest.raises(PermissionError, match=re.escape(str(path))):
+            write_bytes(path, b"{}", mode=asked)
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_errors_of_other_files_name_those(tmp_path):
     with pytest.raises(FileNotFoundError) as failed, beside(tmp_path / "page.html"):
         (tmp_path / "other").stat()

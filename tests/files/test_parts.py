@@ -1,6 +1,7 @@
 """Parts of an item: who computes which, what is read of others, and what becomes of those that are lost."""
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -43,6 +44,13 @@ def doubled(seen):
 
 def stage_folder(run, stage=0, call=0):
     return run.folder / "parts" / "1" / f"00000.{call}.{stage}"
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_in_the_place_of_the_parts_is_not_waited_for(run):
+    os.mkfifo(run.folder / "parts")
+    remove_parts(run)
+    assert not (run.folder / "parts").exists()
 
 
 def test_a_task_alone_computes_every_part_and_its_next_worker_reads_them(run):

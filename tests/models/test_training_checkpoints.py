@@ -114,6 +114,15 @@ def test_what_cannot_be_kept_is_named_in_one_line(tmp_path):
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.timeout(60)
+def test_a_fifo_among_the_leftovers_is_removed_and_not_waited_for(tmp_path):
+    Checkpoints(tmp_path, Place()).save(1, shared={}, own={})
+    for name in (".step.partial", ".step.removed"):
+        os.mkfifo(tmp_path / name)
+    assert Checkpoints(tmp_path, Place()).last().step == 1
+    assert names(tmp_path) == ["step-0000000001"]
+
+
 # What is damaged
 
 
