@@ -317,7 +317,7 @@ def last_report(run: Run) -> Report:
         raise SlurmGPUError(
             f"{run.folder} has no report yet, because no merge has finished. While the run is running, `slurmgpu "
             f"status --watch {run.typed}` shows its progress. If it is over, `slurmgpu merge {run.typed}` merges what "
-            "is published and writes the report and the page."
+            f"is published and writes the report and the page, and `slurmgpu logs {run.typed}` lists what jobs wrote."
         )
     merged = None if report["merged"] is None else str(run.merged)
     now: Report = {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged}

@@ -161,7 +161,8 @@ def _call(*command: str) -> subprocess.CompletedProcess[str]:
                 raise
         return subprocess.CompletedProcess(command, process.returncode, *output)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # of PATH, a part may not be searched
-        raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
+        said = f"This node has no {command[0]}." if "SLURM_JOB_ID" in os.environ else NOT_HERE.format(command[0])
+        raise SlurmUnavailableError(said) from None
     except subprocess.TimeoutExpired as error:
         said = f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later."
         raise SlurmUnavailableError(said, is_silent=True) from error

@@ -90,6 +90,17 @@ def test_a_command_that_is_late_is_named_once_and_its_answer_is_whole(pretending
         commands.sacctmgr("qos", ("Name", "Other"))
 
 
+@pytest.mark.parametrize("job", [None, "77"])
+def test_a_job_on_a_node_without_slurms_commands_is_not_told_to_submit_elsewhere(monkeypatch, tmp_path, job):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    with pytest.raises(commands.SlurmUnavailableError) as raised:
+        commands.sacctmgr("qos", ("Name",))
+    assert str(raised.value) == ("This node has no sacctmgr." if job else commands.NOT_HERE.format("sacctmgr"))
+
+
 # Before Slurm 25.05 squeue answers so, with exit code 0, where a uid has no name.
 NAMES_ONLY = r"""
 case "$*" in *--user*) echo 'squeue: error: Invalid user: 54321' >&2; exit 0;; esac
