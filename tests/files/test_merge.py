@@ -358,6 +358,21 @@ def test_a_revision_that_is_damaged_leaves_the_former_rows_and_is_named(run, cap
     assert merge(run)["damaged_revisions"] == {}
 
 
+def test_a_revision_with_a_wrong_byte_in_its_rows_leaves_the_former_rows(run):
+    """Its directory is whole, so that it is found in copying."""
+    publish_all(run)
+    publish(run, 1, failed={6})
+    write_recompute(run.folder, failed_again(run, 2))
+    publish_again(run, 2)
+    path = run.revision_path(1, 1)
+    content = bytearray(path.read_bytes())
+    content[content.rindex(row(9)["twice"].tobytes())] ^= 1
+    path.write_bytes(content)
+    report = merge(run)
+    assert (report["complete"], list(report["damaged_revisions"])) == (True, [path.name])
+    assert merged_rows(run) == {**ALL_GOOD, 6: None}
+
+
 def test_a_second_publication_of_a_revision_changes_nothing(run):
     publish(run, 1, failed={6, 7})
     write_recompute(run.folder, failed_again(run, 2))
