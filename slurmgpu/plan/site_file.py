@@ -135,7 +135,8 @@ def put_profile(overrides: Overrides, name: str | None) -> None:
         known = _profiles()
         if name not in known:
             hint = did_you_mean(name, known) or " It has none; write one, for example [profiles.debug.slurm]."
-            raise SlurmGPUError(f"The site file {site_path()} has no profile {name!r}.{hint}")
+            files = " or ".join(str(path) for path, _ in _site_files()) or site_path()
+            raise SlurmGPUError(f"The site file {files} has no profile {name!r}.{hint}")
         path, value = known[name]
         tables = _tables(Profile, value, path, f"{path}, profile {name}")
         overrides.put(tables, f"{_shown(path)}, profile {name}")

@@ -7,7 +7,7 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.plan.site_file import read_profile, read_run_file
+from slurmgpu.plan.site_file import put_profile, read_run_file
 from slurmgpu.plan.variables import substitute
 
 
@@ -92,11 +92,13 @@ def test_values_are_frozen_and_told_and_those_of_options_are_left_alone(project,
     assert 'settings.marks is "/data", from "${DATA}" in slurmgpu.toml' in notes
     assert 'slurm.account is "4x", from "${N}x" in site.toml' in notes
     assert "${N}" not in json.dumps(plan.to_json())
-    assert read_profile("b") == {"slurm": {"qos": "4090"}}
+    profile = Overrides()
+    put_profile(profile, "b")
+    assert profile["slurm"] == {"qos": "4090"}
     with pytest.raises(
         SlurmGPUError, match=r"profile a: slurm\.qos has \$\{UNSET\}, but the variable UNSET is not set"
     ):
-        read_profile("a")
+        put_profile(Overrides(), "a")
 
 
 @pytest.mark.parametrize(
