@@ -25,8 +25,18 @@ KINDS = ("numeric", "exact", "regex", "math", "python")
 _FORMULA = re.compile(r"(?<!\\)(?:\\\\)*(?:\$|\\[(\[]|\\boxed)")
 """A mark of mathematics. The sign of dollars has a backslash before it, and `\\\\[` is the end of a matrix's row."""
 
+_OF_NUMBERS = (
+    *("sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "mod", "sqrt", "root", "squared", "cubed", "factorial"),
+    *("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "half", "halves", "thirds?"),
+    *("quarters?", "times", "plus", "minus", "over", "choose", "and", "or", "out", "less", "more", "than", "infinity"),
+    *("alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "sigma", "tau", "phi", "psi", "rho", "omega"),
+)
+"""Words that make another number of the one before them, or stand for one."""
+
 _COUNTED = re.compile(
-    r"([-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?)\s+(?!(?:sin|cos|tan|cot|sec|csc|log|exp|mod|sqrt)\b)[A-Za-z]{3,}(?:\s+[A-Za-z]+)*"
+    r"([-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?)\s+"
+    rf"(?!.*\b(?:{'|'.join(_OF_NUMBERS)})\b)[A-Za-z]{{3,}}(?:\s+[A-Za-z]{{2,}})*",
+    re.IGNORECASE,
 )
 """A number of things: math-verify reads a word that it does not know as a product of its letters."""
 
