@@ -321,46 +321,61 @@ def _most_shards(n_items: int) -> int:
 
 
 def _learnt(draft: Draft) -> dict[str, Type]:
-    """The types of the columns, from the rows of the first batch and the last item, which a run of its own computes.
+    """The types of the columns, from the rows of the first batch, which a run of its own computes with the last item.
 
-    SlurmGPUError if it fails, or if two rows have different types.
+    SlurmGPUError if the first batch fails, or if rows have arrays of different shapes.
     """
     n_items, n_first = draft.plan.n_items, min(draft.plan.batch_size, draft.plan.n_items)
-    log.info("computing the first %s and the last one, to learn the columns", count_of(n_first, "item"))
     # The last: an array whose length differs from item to item would have the first one's shape, and all others fail.
-    last = max(n_first, n_items - 1)
-    small = probe.draft_part(draft, [(0, n_first), *([(last, n_items)] if last < n_items else [])])
+    last = [(n_items - 1, n_items)] if n_first < n_items else []
+    and_last = " and the last one" if last else ""
+    log.info("computing the first %s%s, to learn the columns", count_of(n_first, "item"), and_last)
+    small = probe.draft_part(draft, [(0, n_first), *last])
     run, report = probe.compute_probe(small, on_status=None)
     said = "so the columns are unknown, and nothing was submitted"
-    if not report["complete"] and (failed := probe.why_failed(run, report)) is not None:
+    failed = probe.why_failed(run, report)
+    rows: list[dict[str, str | None]] = []
+    n_seen, of_last = 0, None
+    if report["n_rows"]:
+        with open_merged(run.merged) as merged:
+            for index, is_bad, types in zip(merged.index.tolist(), merged.failed, merged["types"][:], strict=True):
+                n_seen += index < n_first
+                if not is_bad and index < n_first:
+                    rows.append(types)
+                elif not is_bad:
+                    of_last = types
+    if n_seen < n_first and failed is not None:
         raise SlurmGPUError(
-            f"The first item failed, {said}: {failed.failure}: {failed.message.rstrip('.')}. Its log: {failed.log}"
+            f"The function failed, {said}: {failed.failure}: {failed.message.rstrip('.')}. Its log: {failed.log}"
         )
-    with open_merged(run.merged) as merged:
-        has_failed, types_of_all = merged.failed, merged["types"][:]
-    if has_failed[:n_first].all():
+    if not rows:
         first = report["errors"][0]
         name = f" ({first['name']})" if first["name"] else ""
         why = f"{first['message'].rstrip('.')}. Its log is in {run.logs}."
         declare = 'If only this item fails, declare the columns: columns={"score": "float32", "label": "text"}.'
         raise SlurmGPUError(f"Item {first['index']}{name} failed, {said}: {why} {declare}")
-    rows: list[dict[str, str | None]]
-    rows = [row for row, is_bad in zip(types_of_all, has_failed, strict=True) if not is_bad]
-    types: dict[str, Type] = {}
+    found: dict[str, Type] = {}
     for row in rows:
-        for name, kind in row.items():
-            known = types.get(name)
-            try:
-                types[name] = type_for_both(known if isinstance(known, str) else None, kind)
-            except SlurmGPUError as error:
-                raise SlurmGPUError(
-                    f"The column {name!r}, in the first batch and the last item: {error} Nothing was submitted."
-                ) from error
+        found = {**found, **{name: _for_both(name, found.get(name), kind) for name, kind in row.items()}}
+    for name, kind in (of_last or {}).items():
+        # Of the other types the first rows decide: a last item that is odd shall not change those of all.
+        if name in found and (found[name] is None or ("[" in str(found[name]) and "[" in str(kind))):
+            found[name] = _for_both(name, found[name], kind)
     # A column of text has no None.
+    seen = [*rows, *([of_last] if of_last else [])]
     return {
-        name: "json" if kind == "text" and any(row.get(name) is None for row in rows) else kind
-        for name, kind in types.items()
+        name: "json" if kind == "text" and any(row.get(name, kind) is None for row in seen) else kind
+        for name, kind in found.items()
     }
+
+
+def _for_both(name: str, known: Type, kind: str | None) -> str | None:
+    try:
+        return type_for_both(known if isinstance(known, str) else None, kind)
+    except SlurmGPUError as error:
+        raise SlurmGPUError(
+            f"The column {name!r}, in the first batch and the last item: {error} Nothing was submitted."
+        ) from error
 
 
 def _remove_probe(folder: Path) -> None:
@@ -379,9 +394,9 @@ def _remove_probe(folder: Path) -> None:
 def _with_columns(draft: Draft, types: Mapping[str, Type]) -> Draft:
     """The draft of the run itself, with its columns."""
     if unknown := [name for name, kind in types.items() if kind is None]:
-        line = ", ".join(f"{name!r}: {kind or 'text'!r}" for name, kind in types.items())
+        line = ", ".join(f"{name!r}: {kind or 'json'!r}" for name, kind in types.items())
         raise SlurmGPUError(
-            f"The first and the last item have no value in the column {unknown[0]!r} that tells its type. "
+            f"No item that was computed has a value in the column {unknown[0]!r} that tells its type. "
             f"Declare it: columns={{{line}}}."
         )
     columns = columns_of_types(types, "The function's result")

@@ -21,6 +21,7 @@ import pytest
 import slurmgpu
 from slurmgpu import ItemError, SlurmGPUError, progress
 from slurmgpu.cli.views.report import show_report
+from slurmgpu.errors import WorkloadError
 from slurmgpu.report import state_words
 from slurmgpu.report.build import last_report
 from tests.support.runs import wait_until
@@ -201,7 +202,7 @@ def test_a_first_item_that_fails_ends_the_call_with_its_error(tmp_path):
         SlurmGPUError, match=r"Item 0 .*failed, so .* nothing was submitted: .*not with this item .*\. Its log"
     ):
         slurmgpu.map(fails, [1, 2, 3], **IN_PROCESS)
-    with pytest.raises(SlurmGPUError, match=r"no value in the column 'a' .* columns=\{'a': 'text', 'b': 'int64'\}"):
+    with pytest.raises(SlurmGPUError, match=r"value in the column 'a' .* columns=\{'a': 'json', 'b': 'int64'\}"):
         slurmgpu.map(lambda item: {"a": None, "b": item}, [1, 2, 3], name="none", **IN_PROCESS)
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["fails-probe", "none-probe"]
 
@@ -471,6 +472,24 @@ def test_an_array_whose_length_differs_in_the_last_item_may_have_any_length():
     assert run.results().errors == {}
     rows = [dict(row) for row in run.rows()]
     assert [(row["n"], row["weights"].tolist()) for row in rows] == [(n, list(range(n))) for n in (4, 6, 8)]
+
+
+@pytest.mark.parametrize(
+    "odd", [{"n": 1.0, "note": "late"}, {"other": 1}, {"n": "n/a"}, ItemError("bad"), WorkloadError("bad")]
+)
+def test_a_last_item_that_is_odd_changes_no_type_of_the_others(odd):
+    def odd_at_the_end(n):
+        if n < 9:
+            return {"n": np.float32(n)}
+        if isinstance(odd, Exception):
+            raise odd
+        return odd
+
+    run = slurmgpu.map(odd_at_the_end, range(6, 10), **IN_PROCESS)
+    with slurmgpu.open(run.folder / "merged.h5") as merged:
+        assert merged["n"].dtype == np.float32
+        assert merged["n"][:][:3].tolist() == [6, 7, 8]
+        assert not merged.failed[:3].any()
 
 
 def test_a_text_that_is_none_in_the_first_item_may_be_none():
