@@ -16,6 +16,8 @@ from rich.markup import escape
 
 from slurmgpu.util.ansi import CONTROLS, harmless
 
+PLAINER = str.maketrans("…–−×°↑↓→·━╸╺", "~--xo^v>.---")
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -99,6 +101,32 @@ def wide_console() -> Console:
     if sys.stdout.isatty():
         return Console(highlight=False, emoji=False)
     return Console(file=cast(TextIO, _Trimmed()), highlight=False, emoji=False, width=200)
+
+
+def screen_console() -> Console:
+    """A Rich console of a whole screen on stdout."""
+    return Console(file=cast(TextIO, _Plainer()), highlight=False, emoji=False)
+
+
+class _Plainer:
+    """Standard output, with one ASCII character for each of our own that its encoding lacks.
+
+    An escape of six would move the columns of a screen.
+    """
+
+    def __init__(self) -> None:
+        self._stdout = sys.stdout  # Rich puts another one in its place meanwhile
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        try:
+            text.encode(self._stdout.encoding)
+        except UnicodeEncodeError:
+            text = text.translate(PLAINER)
+        return self._stdout.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stdout, name)
 
 
 class _Trimmed:

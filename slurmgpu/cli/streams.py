@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import sys
 from typing import Any, TextIO
-
-PLAINER = dict(zip("…–−×°↑↓→·━╸╺", "~--xo^v>.---", strict=True))
-"""Substitutes in a terminal that lacks our own characters; an escape of six would move the columns of a screen."""
-ERRORS = "slurmgpu"
-
-
-def _in_plainer_characters(error: UnicodeError) -> tuple[str, int]:
-    """What is printed for characters that the encoding lacks: see PLAINER, and escapes for others."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    lacking = error.object[error.start : error.end]
-    return "".join(PLAINER.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lacking), error.end
-
-
-codecs.register_error(ERRORS, _in_plainer_characters)
 
 
 class Stream(io.FileIO):
@@ -65,7 +49,7 @@ def _prepared(stream: TextIO | None, unread: int | None = None) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     # File names may be any bytes: undecodable ones become escapes, which in UTF-8 are valid in JSON, too.
-    stream.reconfigure(errors=ERRORS)
+    stream.reconfigure(errors="backslashreplace")
     if not isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
         return stream  # a test's, in memory
     raw = Stream(stream.fileno(), unread=unread)

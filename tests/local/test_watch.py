@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slurmgpu.cli.streams import ERRORS
 from slurmgpu.cli.views import status_poller
 from slurmgpu.cli.views import watch as watching
 from slurmgpu.cli.views.keyboard import Keyboard
@@ -434,7 +433,12 @@ def test_a_terminal_without_our_characters_gets_a_screen_of_the_same_width(tmp_p
         assert terminal.end() == 3
     assert b"\\u" not in terminal.written
     assert terminal.written.isascii()
-    assert "slurmgpu logs …\u65e5".encode("ascii", ERRORS) == b"slurmgpu logs ~\\u65e5"  # what is not ours
+    (tmp_path / "a.txt").write_text("x\n")
+    run = "run", "--dry-run", "--executor", "local", "--gpus", "0", "--each", "a.txt", "--col", "n:text"
+    command = sys.executable, "-m", "slurmgpu", *run, "--", "echo", "a → {text}"
+    environ = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"}
+    listed = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert "\\u2192" in listed.stdout, listed.stderr  # in a file of TOML no character is another one
 
 
 def test_a_dumb_terminal_gets_lines_and_no_bar(project):

@@ -16,7 +16,7 @@ from rich.control import Control
 from rich.live import Live
 from rich.text import Text
 
-from slurmgpu.cli.console import json_text, result, say
+from slurmgpu.cli.console import json_text, result, say, screen_console
 from slurmgpu.cli.exit_codes import EXIT_COMPLETE, EXIT_INCOMPLETE
 from slurmgpu.cli.views.keyboard import Keyboard
 from slurmgpu.cli.views.screens import Screen
@@ -37,7 +37,7 @@ OnLook = Callable[[Status], None]
 
 def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> int:
     """Follow a run until it ends or the user quits; the exit code. `on_look` gets each full status."""
-    console = Console(highlight=False, emoji=False)
+    console = screen_console()
     try:
         if sys.stdout.isatty() and not console.is_dumb_terminal and not as_json:
             status = _on_screen(run, console, on_look)
