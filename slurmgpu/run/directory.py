@@ -308,8 +308,7 @@ class Run:
 
     def make_folders(self) -> None:
         """Make the folders of the run that are not there: a copy may lack those that were empty."""
-        for name in FOLDERS:
-            make_folder(self.folder / name)
+        _make_folders(self.folder)
 
     def record_submission(self, value: SubmissionLine) -> None:
         """Append a line to submissions.jsonl; lines of one submission have the same number `submission`.
@@ -344,8 +343,7 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with beside(folder) as partial:
         make_folder(partial)
-        for name in FOLDERS:
-            make_folder(partial / name, 0o755 if name == "logs" else 0o777)  # as `protect` has it, from the beginning
+        _make_folders(partial)
         for file in files:
             if file.is_dir():
                 make_folder(partial / file.name)
@@ -364,6 +362,11 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
             raise
     fsync_dir(folder.parent)
     return Run(folder, plan)
+
+
+def _make_folders(folder: Path) -> None:
+    for name in FOLDERS:
+        make_folder(folder / name, 0o755 if name == "logs" else 0o777)  # as `protect` has it, from the beginning
 
 
 def protect(folder: Path) -> None:

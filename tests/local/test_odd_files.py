@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import sys
 import traceback
 
@@ -20,7 +21,7 @@ import slurmgpu.executors.submission
 import slurmgpu.merge.export
 import slurmgpu.page.page  # noqa: F401  (imported once, and not in each fork)
 from slurmgpu.cli import main
-from slurmgpu.run.directory import FOLDERS
+from slurmgpu.run.directory import FOLDERS, Run
 from tests.support.nightly import by_night
 from tests.support.runs import make_project
 
@@ -169,10 +170,23 @@ def test_a_run_without_its_folders_is_shown_and_computed_again(names, finished, 
     assert "24 of 24 rows, 1 of them failed" in again.stdout
 
 
+def test_logs_of_a_run_is_made_again_for_its_owner_alone_to_write(finished, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "logs")
+    former = os.umask(0)
+    try:
+        Run.open(tmp_path / "run").make_folders()
+    finally:
+        os.umask(former)
+    assert stat.S_IMODE((tmp_path / "run" / "logs").stat().st_mode) == 0o755
+
+
 def test_logs_says_that_a_run_has_none_left(finished, slurmgpu, tmp_path):
     shutil.copytree(finished / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "logs")
     assert "Task 0 of " in (said := slurmgpu("logs", "run", "0", cwd=tmp_path, expect=2).stderr)
     assert " has no log in " in said
     shutil.rmtree(tmp_path / "run" / "tasks")
+    assert " has no logs and no records of tasks any more. " in slurmgpu("logs", "run", cwd=tmp_path, expect=2).stderr
+    shutil.rmtree(tmp_path / "run" / "shards")  # merged.h5 has the rows
     assert " has no logs and no records of tasks any more. " in slurmgpu("logs", "run", cwd=tmp_path, expect=2).stderr

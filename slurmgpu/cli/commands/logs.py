@@ -26,6 +26,7 @@ from slurmgpu.search.items import story_of_item
 from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.ansi import plain
 from slurmgpu.util.array_ids import task_of_attempt
+from slurmgpu.util.shared_files import exists
 
 N_EXCERPTS = 3
 """Failures of a class that are shown with the lines around them."""
@@ -142,7 +143,7 @@ def show_index(run: Run) -> None:
     index = read_index(run)
     if not index["attempts"]:
         if is_at_rest(run):
-            if run.published():
+            if run.published() or exists(run.merged):
                 raise SlurmGPUError(
                     f"{run.folder} has no logs and no records of tasks any more. `slurmgpu status {run.typed}` shows "
                     "what it has."
