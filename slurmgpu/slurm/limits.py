@@ -19,7 +19,7 @@ from slurmgpu.util.amounts import count_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
 ELSEWHERE = "no task starts there, but in another partition"
-USED_UP = "once it is used up"
+ENDS, PENDS = "Slurm ends its tasks once it is used up", "tasks pend once it is used up"
 GPU = "gres/gpu"
 MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 QOS, ASSOCIATION = "QOS", "Assoc"
@@ -301,12 +301,12 @@ def _of_minutes(asked: Submission, held: Held, never: str, reason: str, is_safe:
     if held.rule.kind == "minutes at once":
         at_once = asked.n_concurrent * of_task
         return Limit(name, unit, f"{at_once:,} at once", _fewer(most // of_task, reason) if at_once > most else "")
-    if is_safe and of_task > most:
+    if (is_safe and of_task > most) or most == 0:  # without any, no job starts
         return Limit(name, unit, f"{of_task:,} for a task", never)
     # What others have used of it is not known here, nor how much of their walltimes the tasks will need.
-    what = f"tasks pend {USED_UP} ({reason})" if is_safe else f"Slurm ends its tasks {USED_UP} ({reason})"
     in_all = asked.n_tasks * of_task
-    return Limit(name, unit, f"{in_all:,} at most", what if in_all > most else "")
+    then = f"{PENDS if is_safe else ENDS} ({reason})" if in_all > most else ""
+    return Limit(name, unit, f"{in_all:,} at most", then)
 
 
 def _of_cluster(asked: Submission, config: Mapping[str, str]) -> Iterator[Limit]:

@@ -133,6 +133,7 @@ def test_a_walltime_without_end_is_none(text):
                 ("GrpTRESMins", 240, SAFE, ""),
                 ("GrpTRESMins", 239, SAFE, "tasks pend once it is used up (AssocGrpGRESMinutes)"),
                 ("GrpTRESMins", 59, SAFE, "pends for ever (AssocGrpGRESMinutes)"),
+                ("GrpTRESMins", 0, {}, "pends for ever (AssocGrpGRESMinutes)"),
                 ("GrpTRESMins", 59, {}, "Slurm ends its tasks once it is used up (AssocGrpGRESMinutes)"),
             ]
         ],

@@ -225,20 +225,22 @@ def _show_limits(seen: Preview, auto_resubmit: int) -> None:
 
 
 def _verdict(seen: Preview, title: str) -> str:
-    from slurmgpu.slurm.limits import ELSEWHERE, NEVER, REFUSED, USED_UP
+    from slurmgpu.slurm.limits import ELSEWHERE, ENDS, NEVER, PENDS, REFUSED
 
     if not seen.trials:
         return f"not known: {title} does not answer"
     if refused := [job for job, trial in seen.trials.items() if not trial.taken]:
         return f"Slurm refuses the {' and the '.join(refused)} job. Correct [slurm], [merge] or [resources]."
-    for then, words in ((REFUSED, "sbatch will refuse it"), (NEVER, "Slurm takes it, but it pends for ever")):
-        if names := [limit.limit for limit in seen.limits if limit.then.startswith(then)]:
-            return f"{words}, by {', '.join(names)}"
     above = [limit for limit in seen.limits if limit.then not in ("", ELSEWHERE)]
-    if names := [limit.limit for limit in above if USED_UP not in limit.then]:
-        return f"Slurm takes it, but runs fewer tasks at once than asked for, by {', '.join(names)}"
-    if above:
-        return f"Slurm takes it, but may stop it before its end, by {', '.join(limit.limit for limit in above)}"
+    for then, words in (
+        (REFUSED, "sbatch will refuse it"),
+        (NEVER, "Slurm takes it, but it pends for ever"),
+        (ENDS, "Slurm takes it, but may end its tasks before they are done"),
+        (PENDS, "Slurm takes it, but its last tasks may pend"),
+        ("", "Slurm takes it, but runs fewer tasks at once than asked for"),
+    ):
+        if names := [limit.limit for limit in above if limit.then.startswith(then)]:
+            return f"{words}, by {', '.join(names)}"
     return "Slurm takes it, and it is within all of these limits"
 
 
