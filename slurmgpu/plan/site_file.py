@@ -201,13 +201,26 @@ def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = N
 
 
 def substitutions(source: RunFileSource) -> list[str]:
-    """A line for each text of a run file, and of the site file, that has variables of the environment."""
-    sites = [
-        (path, {table: keys for table, keys in tables.items() if table in TABLES}) for path, tables in _site_files()
+    """A line for each text of a run file, and of the site files, that has variables of the environment."""
+    files = [
+        (_shown(path), {table: keys for table, keys in tables.items() if table in TABLES})
+        for path, tables in _site_files()
     ]
-    own = {} if isinstance(source, GivenRunFile) or source.name == NO_RUN_FILE else read_toml(source)
-    files = *sites, (path_of(source), own)
-    return [line for file, tables in files for line in substitute(tables, file.name)[1]]
+    if not isinstance(source, GivenRunFile) and source.name != NO_RUN_FILE:
+        files.append((source.name, read_toml(source)))
+    lines: dict[str, str] = {}  # by key, which a later file overrides
+    for name, tables in files:
+        told = substitute(tables, name)[1]
+        lines = {key: line for key, line in lines.items() if _at(tables, key) is None}
+        lines |= {line.partition(" is ")[0]: line for line in told}
+    return list(lines.values())
+
+
+def _at(tables: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    for name in key.split("."):
+        tables = tables.get(name) if isinstance(tables, Mapping) else None  # type: ignore[assignment]
+    return tables
 
 
 def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:

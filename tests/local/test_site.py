@@ -11,7 +11,15 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.run_file import parse_slurm_options, parse_table
-from slurmgpu.plan.site_file import SiteFile, origins, profile_names, put_profile, read_run_file, read_site
+from slurmgpu.plan.site_file import (
+    SiteFile,
+    origins,
+    profile_names,
+    put_profile,
+    read_run_file,
+    read_site,
+    substitutions,
+)
 from tests.support.runs import published
 
 
@@ -80,6 +88,19 @@ def test_paths_of_a_site_file_are_relative_to_it(site):
     assert table["binds"][4]["src"] == f"{folder}/a:b"
 
 
+def test_variables_are_told_of_by_the_file_that_decides(project, site, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("A", "x")
+    group = tmp_path / "etc" / "slurmgpu" / "site.toml"
+    group.parent.mkdir(parents=True)
+    group.write_text('[slurm]\naccount = "${A}1"\npartition = "${A}2"\nqos = "${A}3"\n')
+    site('[slurm]\naccount = "mine"\nqos = "${A}4"\n')
+    assert substitutions(project(8) / "slurmgpu.toml") == [
+        f'slurm.partition is "x2", from "${{A}}2" in {group}',
+        'slurm.qos is "x4", from "${A}4" in site.toml',
+    ]
+
+
 def test_a_group_has_a_site_file_in_its_environment_which_the_users_overrides(project, site, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
     group = tmp_path / "env" / "etc" / "slurmgpu" / "site.toml"
@@ -99,6 +120,8 @@ def test_a_group_has_a_site_file_in_its_environment_which_the_users_overrides(pr
         "partition": {"value": "gpu", "from": str(group)},
     }
     assert profile_names() == ["short", "long"]
+    with pytest.raises(SlurmGPUError, match=f"{group} or .*site.toml has no profile 'shrt'"):
+        put_profile(Overrides(), "shrt")
     for name, minutes, source in (("short", 5, "site.toml"), ("long", 600, str(group))):
         overrides = Overrides()
         put_profile(overrides, name)
