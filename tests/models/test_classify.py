@@ -32,6 +32,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         ({"choices": ["A", "A"]}, "choices holds 'A' twice"),
         ({"choices": "answers", "method": "parse"}, "choices names a field, and method is 'parse'"),
         ({"choices": "answers", "calibrate": True}, "calibrate scores the prompt without an item, but choices names"),
+        ({"choices": "answers", "prompt": "{text} {labels}"}, "The prompt has {labels}, which are the same"),
         ({"pattern": "(.*)"}, "pattern is set, and method is 'score'"),
         ({"temperature": 1.0}, "temperature is set, and method is 'score'"),
         ({"method": "parse", "calibrate": True}, "calibrate is set, and method is 'parse'"),
@@ -238,7 +239,16 @@ def test_an_item_may_have_choices_of_its_own_and_fewer_than_there_are_labels(add
     [named] = loaded(adder, **settings)([Item(0, {"text": "they are filth"})])
     workload = loaded(adder, labels=["0", "1", "2"], choices="answers", truth="gold", **settings)
     assert "answers" in workload.fields
-    lists = [["hate", "ok"], ["ok", "hate"], ["ok", "hate", "wool"], ["hate"], ["a", "b", "c", "d"], "hate", None]
+    lists = [
+        ["hate", "ok"],
+        ["ok", "hate"],
+        ["ok", "hate", "wool"],
+        ["hate"],
+        ["a", "b", "c", "d"],
+        "hate",
+        None,
+        ["ok", None],
+    ]
     items = [Item(i, {"text": "they are filth", "answers": given, "gold": 1}) for i, given in enumerate(lists)]
     first, second, third, *wrong = workload(items)
     assert (first["label"], second["label"], third["label"], second["truth"]) == ("0", "1", "1", "1")
@@ -246,7 +256,10 @@ def test_an_item_may_have_choices_of_its_own_and_fewer_than_there_are_labels(add
     assert second["scores"] == pytest.approx([*named["scores"][::-1], 0], rel=1e-4)
     assert third["scores"][2] > 0
     for row, given in zip(wrong, lists[3:], strict=True):
-        assert str(row) == f"the field 'answers' is {given!r}; expected a list of 2 to 3 texts, one for each label"
+        said = f"the field 'answers' is {given!r}; expected a list of 2 to 3 texts, at most one for each label"
+        assert str(row) == said
+    [beyond] = workload([Item(0, {"text": "they are filth", "answers": ["hate", "ok"], "gold": 2})])
+    assert str(beyond) == "the truth '2' is beyond the item's 2 choices"
 
 
 @pytest.mark.model

@@ -111,7 +111,7 @@ class Classify(LanguageModelWorkload):
         _check_method(method, [name for name, value in given.items() if value], settings)
         self.choices_field = choices if isinstance(choices, str) else None
         if self.choices_field is not None:
-            _check_choices_field(method, calibrate=calibrate)
+            _check_choices_field(method, f"{prompt} {system} {messages}", calibrate=calibrate)
         self.choices = _choices(self.labels, () if isinstance(choices, str) else choices)
         kept_to = [each for [each] in self.choices] if choices and method == "parse" else None
         structure = structure_of(schema, kept_to, regex, grammar)
@@ -171,16 +171,20 @@ class Classify(LanguageModelWorkload):
         if values.get("truth", "") not in ("", *self.labels):
             values["truth"] = self._finder.exactly(values["truth"]) or values["truth"]
         choices = self.choices if self.choices_field is None else self._own_choices(item.data)
+        truth = values.get("truth", "")
+        if truth in self.labels[len(choices) :]:
+            raise ItemError(f"the truth {truth!r} is beyond the item's {len(choices)} choices")
         return Asked(self.prompts.of(item.data, item.seed), item.seed, values, choices)
 
     def _own_choices(self, data: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
         """The spellings of each of the item's choices, in the order of the labels."""
         assert self.choices_field is not None
         given = take(data, self.choices_field)
-        if not isinstance(given, list) or not 2 <= len(given) <= len(self.labels):
+        is_texts = isinstance(given, list) and all(isinstance(each, str | int | float) for each in given)
+        if not is_texts or not 2 <= len(given) <= len(self.labels):
             raise ItemError(
-                f"the field {self.choices_field!r} is {given!r}; expected a list of 2 to {len(self.labels)} texts, one "
-                f"for each label"
+                f"the field {self.choices_field!r} is {given!r}; expected a list of 2 to {len(self.labels)} texts, at "
+                f"most one for each label"
             )
         return _spelt([text_of(each) for each in given])
 
@@ -365,7 +369,7 @@ def _question(number: int, prompt: Prompt, choices: tuple[tuple[str, ...], ...])
     return Question(number, prompt, tuple(way for ways in choices for way in ways), len(choices[0]))
 
 
-def _check_choices_field(method: Method, *, calibrate: bool) -> None:
+def _check_choices_field(method: Method, prompt: str, *, calibrate: bool) -> None:
     """Refuse settings that need the same choices for all items."""
     if method == "parse":
         raise SlurmGPUError(
@@ -376,6 +380,11 @@ def _check_choices_field(method: Method, *, calibrate: bool) -> None:
         raise SlurmGPUError(
             "calibrate scores the prompt without an item, but choices names a field, and each item has its own. Remove "
             "calibrate."
+        )
+    if "{labels}" in prompt:
+        raise SlurmGPUError(
+            "The prompt has {labels}, which are the same for all items, but choices names a field, and each item has "
+            "its own. Remove {labels}; the item's fields may show its choices."
         )
 
 
