@@ -26,16 +26,16 @@ _FORMULA = re.compile(r"(?<!\\)(?:\\\\)*(?:\$|\\[(\[]|\\boxed)")
 """A mark of mathematics. The sign of dollars has a backslash before it, and `\\\\[` is the end of a matrix's row."""
 
 _OF_NUMBERS = (
-    *("sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "mod", "sqrt", "root", "squared", "cubed", "factorial"),
-    *("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "half", "halves", "thirds?"),
-    *("quarters?", "times", "plus", "minus", "over", "choose", "and", "or", "out", "less", "more", "than", "infinity"),
-    *("alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "sigma", "tau", "phi", "psi", "rho", "omega"),
+    "sin|cos|tan|cot|sec|csc|log|exp|mod|modulo|sqrt|root|squared|cubed|factorial|infinity"
+    "|hundred|thousand|million|billion|trillion|dozen|percent|half|halves|thirds?|quarters?"
+    "|times|divided|multiplied|plus|minus|over|choose|and|or|out|less|more|than"
+    "|alpha|beta|gamma|delta|epsilon|theta|lambda|sigma|tau|phi|psi|rho|omega"
 )
 """Words that make another number of the one before them, or stand for one."""
 
 _COUNTED = re.compile(
     r"([-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?)\s+"
-    rf"(?!.*\b(?:{'|'.join(_OF_NUMBERS)})\b)[A-Za-z]{{3,}}(?:\s+[A-Za-z]{{2,}})*",
+    rf"(?!.*\b(?:{_OF_NUMBERS})\b)[A-Za-z]{{3,}}(?:\s+[A-Za-z]{{2,}})*",
     re.IGNORECASE,
 )
 """A number of things: math-verify reads a word that it does not know as a product of its letters."""

@@ -53,9 +53,10 @@ _MARK = re.compile(r"####|#(?=\s{0,8}[-−–+$.\d])")
 _BOX = "\\boxed{"
 
 # In a text with # for each number: a sign or function of mathematics, two numbers without a word between them, a number
-# times a letter, a letter plus something, a factorial. Letters that are often units are left out.
+# times a letter, a letter plus something, a factorial, which at the end of a
+# sentence is an exclamation. Letters that are often units are left out.
 _FORMULA = re.compile(
-    r"\\[A-Za-z]|[\^√π∞±<>≤≥²³]|#[^A-Za-z#]*#|#!|#\s?[bijnqruvwxyz](?![A-Za-z])"
+    r"\\[A-Za-z]|[\^√π∞±<>≤≥²³]|#[^A-Za-z#]*#|#!(?!\s*$)|^\s*#!\s*$|#\s?[bijnqruvwxyz](?![A-Za-z])"
     r"|(?<![A-Za-z])[A-Za-z]\s{0,3}[-+*×]|[-+*×]\s{0,3}[A-Za-z](?![A-Za-z])"
     r"|(?<![A-Za-z])(?:sin|cos|tan|log|ln|exp|sqrt|pi|mod)(?![A-Za-z])"
 )
