@@ -10,7 +10,6 @@ import itertools
 import logging
 import math
 import os
-import pwd
 import random
 import weakref
 from types import SimpleNamespace
@@ -1142,16 +1141,18 @@ def test_compiling_ends_after_its_time_and_fails_for_one_size_alone(folder, monk
     assert "not compiling further step sizes: compiling has taken" in caplog.text
 
 
-def test_compiled_code_that_another_user_may_have_left_on_the_node_is_not_imported(tmp_path, monkeypatch):
+def test_compiled_code_that_another_user_may_have_left_on_the_node_is_not_imported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     folder = tmp_path / f"slurmgpu-inductor-{os.getuid()}"
     assert compiled_step.Compiled(lambda frame: frame, 1e-4, "eager").reason is None
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(compiled_step, "is_own", lambda uid, place: uid != os.getuid())
-    reason = f"{folder}, the folder for compiled code, belongs to {pwd.getpwuid(os.getuid()).pw_name}"
+    folder.chmod(0o777)
+    why = "users other than its owner may write it (mode 0777)"
+    reason = f"another user may write {folder}, the folder for compiled code: {why}"
     assert compiled_step.Compiled(lambda frame: frame, 1e-4, "eager").reason == reason
+    assert f"steps are not compiled: {reason}" in caplog.text
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/code")
     reason = "/dev/null/code, the folder for compiled code, cannot be made: Not a directory"
     assert compiled_step.Compiled(lambda frame: frame, 1e-4, "eager").reason == reason

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from slurmgpu.llm.transformers_engine.selfcheck import miss
 from slurmgpu.llm.transformers_engine.slots import Forward, Frame
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.shared_files import is_own
-from slurmgpu.util.users import name_in_words
+from slurmgpu.util.shared_files import why_not_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +34,9 @@ class Compiled:
         self.reason = _why_no_cache()
         """Why it is no longer used; None if it is."""
         self._function, self._bound = forward, bound
-        if self.reason is None:
+        if self.reason is not None:
+            log.warning("steps are not compiled: %s", self.reason)
+        else:
             import torch
 
             # Constant sizes would be compiled one by one, for minutes each.
@@ -86,6 +87,5 @@ def _why_no_cache() -> str | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         return f"{folder}, the folder for compiled code, cannot be made: {error.strerror}"
-    if not is_own(uid := folder.lstat().st_uid, folder.parent):
-        return f"{folder}, the folder for compiled code, belongs to {name_in_words(uid)}"
-    return None
+    why = why_not_own(folder.lstat(), folder.parent)
+    return f"another user may write {folder}, the folder for compiled code: {why}" if why else None
