@@ -31,10 +31,11 @@ class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by
 class _OwnersPath(type(Path())):  # type: ignore[misc]
     """A path of a file to write, which only its owner can read."""
 
-    def open(self, *given: Any, **more: Any) -> Any:
+    def open(self, mode: str = "r", *given: Any, **more: Any) -> Any:
         """The open file."""
-        self.touch(OWNERS)
-        return super().open(*given, **more)
+        if "w" in mode:
+            self.touch(OWNERS)
+        return super().open(mode, *given, **more)
 
 
 def patch_submitit() -> None:

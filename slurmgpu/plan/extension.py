@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -193,7 +194,8 @@ def link_or_copy(source: Path, target: Path) -> None:
         with open(source, "rb") as content, whole_file(target) as file:
             shutil.copyfileobj(content, file, CHUNK_BYTES)
         status = source.stat()
-        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with contextlib.suppress(PermissionError):  # where links are refused, this may be as well
+            os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     try:
         retried(link)

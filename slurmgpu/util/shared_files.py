@@ -282,7 +282,7 @@ def _listed(folder: os.PathLike[str] | str, look: Callable[[], list[_T]], patien
     try:
         return retried(look, patience_s)
     except FileNotFoundError:
-        if not is_folder(Path(folder).parent):
+        if Path(folder).is_symlink() or not is_folder(Path(folder).parent):  # a link to what is away
             raise
         return []
 
