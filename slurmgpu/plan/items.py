@@ -63,6 +63,8 @@ class Look:
         left = n_items if self.limit is None else self.limit
         if left < 1:
             raise SlurmGPUError(f"--limit {self.limit}: expected the number of items to compute, at least 1.")
+        if self.items is not None and not self.items.strip():
+            raise SlurmGPUError("--items names no item; expected numbers and ranges, such as 0:100,417.")
         found = parse_item_ranges(self.items or "0:", n_items, "input")
         for place, (start, stop) in enumerate(found):
             if left <= stop - start:

@@ -107,6 +107,7 @@ def test_items_are_counted_from_0_and_ranges_joined(items, limit, ranges):
     ("items", "limit", "said"),
     [
         (None, 0, "--limit 0: expected the number of items"),
+        ("", None, "--items names no item; expected numbers and ranges"),
         ("100", None, "--items 100 is not within the input, whose items are 0 to 99."),
         ("90:101", None, "--items 90:101 is not within the input"),
         ("5:5", None, "--items 5:5 is empty."),
