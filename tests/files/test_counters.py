@@ -1,4 +1,4 @@
-"""The files with a counter: what they hold, and who counts."""
+"""The files with a counter: what they hold, and which process counts."""
 
 import errno
 import queue

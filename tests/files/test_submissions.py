@@ -67,7 +67,7 @@ def test_a_line_that_another_process_wrote_over_is_appended_again_and_one_that_i
         run.record_submission(line(2))
 
 
-def test_a_line_is_on_the_disk_before_anything_is_queued(run, monkeypatch):
+def test_a_line_is_fsynced(run, monkeypatch):
     synced = []
     monkeypatch.setattr(module.os, "fsync", synced.append)
     run.record_submission(line(1))

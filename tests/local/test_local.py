@@ -1,5 +1,6 @@
 """Whole runs on this machine, through the command line: what goes wrong in a worker, and what becomes of it."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -1115,16 +1116,19 @@ def test_a_daemon_that_the_workload_starts_does_not_hold_up_the_task(project, sl
     daemon = (
         "        if os.fork() == 0:\n            os.setsid()\n"
         "            if os.fork() == 0:\n                open('daemon', 'w').write(str(os.getpid()))\n"
-        "                time.sleep(600)\n            os._exit(0)\n        while not Path('daemon').exists(): pass\n"
+        "                time.sleep(600)\n            os._exit(0)\n"
+        "        while not Path('daemon').exists(): time.sleep(0.01)\n"
     )
     (folder / "workloads.py").write_text(
         source.replace("        self.task = task\n", f"        self.task = task\n{daemon}")
     )
-    slurmgpu(*LOCAL, cwd=folder, expect=0)
-    check_rows(folder, 8)
-    daemon = int((folder / "daemon").read_text())
-    assert is_there(daemon)  # it has neither held the task nor ended with it
-    os.kill(daemon, signal.SIGKILL)
+    try:
+        slurmgpu(*LOCAL, cwd=folder, expect=0)
+        check_rows(folder, 8)
+        assert is_there(int((folder / "daemon").read_text()))  # it has neither held the task nor ended with it
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int((folder / "daemon").read_text()), signal.SIGKILL)
 
 
 def contents(folder):

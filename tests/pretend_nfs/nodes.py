@@ -164,7 +164,7 @@ class Node:
         return len(found)
 
     def _wake(self) -> None:
-        """Have those who wait outside for the node's processes go on: nsenter stops when what it has started does.
+        """Let the processes that wait outside for the node's go on: nsenter stops when what it has started does.
 
         It learns that from the kernel, and stops itself some time later: one that runs may be about to.
         """

@@ -723,7 +723,7 @@ def test_processes_try_the_same_items_again():
     peer = Recorder(lambda items: None)
     own = Pauses()
     compute(peer, retries=3, share=lambda value: told.pop(0), keeps_rows=False, pause=own)
-    assert own == []  # it waits for the leader, who has waited
+    assert own == []  # it waits for the leader, which has waited
     assert peer.batches == leader.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [1, 2]]
     assert told == []
 
