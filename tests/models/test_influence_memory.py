@@ -51,10 +51,11 @@ model = Synthetic()
 train = torch.randint(0, 100_000, (n_train, 2))
 engine = Influences([Checkpoint(model, 1.0)], train, Options(tuple(model.groups), 10, memory_bytes=memory_bytes))
 model.table[:64, :64] @ model.table[:64, :64].T
-before = megabytes("VmRSS")
+before, code = megabytes("VmRSS"), megabytes("RssFile")
 Path("/proc/self/clear_refs").write_text("5")
 engine.of(train[:n_tests])
-print(megabytes("VmHWM") - before, engine.tests_at_once, engine.chunk_size)
+code = megabytes("RssFile") - code  # PyTorch's, that is loaded on first use
+print(megabytes("VmHWM") - before - code, engine.tests_at_once, engine.chunk_size)
 """
 
 
@@ -65,5 +66,5 @@ def test_memory_is_bounded(n_tests, n_train, slurmgpu):
     peak, tests_at_once, chunk_size = map(float, done.stdout.split())
     assert 500 < chunk_size <= 1024
     assert 200 < tests_at_once < 1000
-    # Beside it: PyTorch's code that is loaded on first use, and the allocator's gaps.
-    assert peak < memory_mb + 20
+    # Beside it: the allocator's gaps.
+    assert peak < memory_mb + 10
