@@ -208,12 +208,11 @@ def substitutions(source: RunFileSource) -> list[str]:
     ]
     if not isinstance(source, GivenRunFile) and source.name != NO_RUN_FILE:
         files.append((source.name, read_toml(source)))
-    lines: dict[str, str] = {}  # by key, which a later file overrides
-    for name, tables in files:
-        told = substitute(tables, name)[1]
-        lines = {key: line for key, line in lines.items() if _at(tables, key) is None}
-        lines |= {line.partition(" is ")[0]: line for line in told}
-    return list(lines.values())
+    lines: list[str] = []
+    for name, tables in files:  # a later file overrides the keys with which the lines begin
+        lines = [line for line in lines if _at(tables, line.partition(" is ")[0]) is None]
+        lines += substitute(tables, name)[1]
+    return lines
 
 
 def _at(tables: Mapping[str, Any], key: str) -> Any:

@@ -95,9 +95,11 @@ def test_variables_are_told_of_by_the_file_that_decides(project, site, monkeypat
     group.parent.mkdir(parents=True)
     group.write_text('[slurm]\naccount = "${A}1"\npartition = "${A}2"\nqos = "${A}3"\n')
     site('[slurm]\naccount = "mine"\nqos = "${A}4"\n')
-    assert substitutions(project(8) / "slurmgpu.toml") == [
+    assert substitutions(project(8, settings={"names": ["${A}5", "${A}6"]}) / "slurmgpu.toml") == [
         f'slurm.partition is "x2", from "${{A}}2" in {group}',
         'slurm.qos is "x4", from "${A}4" in site.toml',
+        'settings.names is "x5", from "${A}5" in slurmgpu.toml',
+        'settings.names is "x6", from "${A}6" in slurmgpu.toml',
     ]
 
 
