@@ -320,7 +320,7 @@ def _most_shards(n_items: int) -> int:
     return min(TARGET_SHARDS, max(FEWEST_SHARDS, n_items // ITEMS_OF_SHARD))
 
 
-def _learnt(draft: Draft) -> dict[str, Type]:
+def _learnt(draft: Draft) -> dict[str, str | None]:
     """The types of the columns, from the rows of the first batch, which a run of its own computes with the last item.
 
     SlurmGPUError if the first batch fails, or if rows have arrays of different shapes.
@@ -354,13 +354,14 @@ def _learnt(draft: Draft) -> dict[str, Type]:
         why = f"{first['message'].rstrip('.')}. Its log is in {run.logs}."
         declare = 'If only this item fails, declare the columns: columns={"score": "float32", "label": "text"}.'
         raise SlurmGPUError(f"Item {first['index']}{name} failed, {said}: {why} {declare}")
-    found: dict[str, Type] = {}
+    found: dict[str, str | None] = {}
     for row in rows:
-        found = {**found, **{name: _for_both(name, found.get(name), kind) for name, kind in row.items()}}
+        found |= {name: _for_both(name, found.get(name), kind) for name, kind in row.items()}
     for name, kind in (of_last or {}).items():
         # Of the other types the first rows decide: a last item that is odd shall not change those of all.
-        if name in found and (found[name] is None or ("[" in str(found[name]) and "[" in str(kind))):
-            found[name] = _for_both(name, found[name], kind)
+        known = found.get(name, "")
+        if known is None or ("[" in known and "[" in (kind or "")):
+            found[name] = _for_both(name, known, kind)
     # A column of text has no None.
     seen = [*rows, *([of_last] if of_last else [])]
     return {
@@ -369,9 +370,9 @@ def _learnt(draft: Draft) -> dict[str, Type]:
     }
 
 
-def _for_both(name: str, known: Type, kind: str | None) -> str | None:
+def _for_both(name: str, known: str | None, kind: str | None) -> str | None:
     try:
-        return type_for_both(known if isinstance(known, str) else None, kind)
+        return type_for_both(known, kind)
     except SlurmGPUError as error:
         raise SlurmGPUError(
             f"The column {name!r}, in the first batch and the last item: {error} Nothing was submitted."
