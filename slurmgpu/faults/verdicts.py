@@ -196,11 +196,12 @@ def _tell_preempt(found: _Found, fault: Fault) -> str:
 
 
 def _tell_timeout(found: _Found, fault: Fault) -> str:
-    attempt = _ended(found, fault)
-    return (
-        f"the walltime of {attempt['attempt']} ended early ({attempt['failure']}); "
-        f"it published {count_of(attempt['n_shards'], 'shard')} and claimed no more"
-    )
+    attempt = found.struck(fault)
+    said = f"the walltime of {attempt['attempt']} ended early"
+    published = f"it published {count_of(attempt['n_shards'], 'shard')}"
+    if (attempt["failure"], attempt["reason"]) == (None, "complete"):
+        return f"{said}; {published}, and no other was left"
+    return f"{said} ({_ended(found, fault)['failure']}); {published} and claimed no more"
 
 
 def _tell_damage(found: _Found, fault: Fault) -> str:

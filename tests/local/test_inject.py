@@ -156,6 +156,15 @@ def test_what_a_fault_leaves_is_computed_by_the_next_submission_which_goes_on_wi
     ]
 
 
+def test_a_walltime_that_ends_early_with_the_last_shard_leaves_nothing(project, slurmgpu):
+    folder = project(8)
+    done = slurmgpu(*LOCAL, "--inject", "timeout", cwd=folder, expect=0)
+    assert (
+        "timeout: the walltime of local1_0.0 ended early; it published 1 shard, and no other was left\n" in done.stderr
+    )
+    assert report(folder)["failures"] == {}
+
+
 def test_a_fault_of_a_look_is_lifted_by_the_number_of_its_item(project, slurmgpu):
     folder = project(40)
     look = ("submit", "--items", "30:38", "--executor", "debug", "--gpus", "0")
@@ -224,7 +233,7 @@ LIES = {
     "oom@25": lambda found: found["errors"].append({"index": 25, "class": "cuda_oom", "message": "too large"}),
     "kill@33": lambda found: [attempt.update(deaths=[]) for attempt in found["attempts"]],
     "preempt@41": lambda found: [a.update(failure="lost") for a in found["attempts"] if a["failure"]],
-    "timeout": lambda found: [a.update(failure=None) for a in found["attempts"] if a["failure"]],
+    "timeout": lambda found: [a.update(failure=None, reason="deadline") for a in found["attempts"]],
     "damage@6": lambda found: found["missing"].append({"shard": 6, "start": 48, "stop": 56, "damaged": None}),
 }
 
