@@ -122,15 +122,28 @@ class Lines(Format):
         return LineRows(LineParser(self, path, columns), find)
 
     def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
-        """All items of a file."""
+        """All items of a file, a block of which is in memory at a time."""
         with open(path, "rb") as file, self.lines_in(file, path) as stream:
-            content = stream.read()
-        found = self.preview(io.BytesIO(content), Preview(str(path), len(content), 0))
-        if not found.is_empty:
-            source = LineParser(self, found.path, found.columns)
-            records = content[found.begin : found.end].removesuffix(b"\n")  # no item begins after the last newline
-            for number, record in enumerate(split(records, quoting=self.quoting)):
+            found = self.preview_stream(stream, Preview(str(path), 0, 0))
+        source = LineParser(self, found.path, found.columns)
+        with open(path, "rb") as file, self.lines_in(file, path) as stream:
+            for number, record in enumerate(self._records(stream, found.begin)):
                 yield source.parse(number, record)
+
+    def _records(self, stream: BinaryIO, begin: int) -> Iterator[bytes]:
+        """The records from byte `begin` on; no item begins after the last newline."""
+        stream.read(begin)
+        held: list[bytes] = []  # empty lines, which are items if others follow
+        left = b""
+        while block := stream.read(max(CHUNK_BYTES, len(left))):
+            *records, left = split(left + block, quoting=self.quoting)
+            if self.trims:
+                records = held + records
+                n_kept = next((n for n in range(len(records), 0, -1) if records[n - 1].strip(b"\r")), 0)
+                records, held = records[:n_kept], records[n_kept:]
+            yield from records
+        if left.strip(b"\r") if self.trims else left:
+            yield from (*held, left)
 
     def _end_of_records(self, file: BinaryIO, end: int) -> int:
         while self.trims and end > 0:

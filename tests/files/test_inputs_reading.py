@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import codecs
 import csv
+import gzip
 import io
+import itertools
 import json
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +42,10 @@ def check_ranges(suffix: str, contents: Sequence[bytes], expected: list[Any], da
         with (
             mock.patch.object(scanner, "CHUNK_BYTES", data.draw(BLOCKS, label="chunk")),
             mock.patch.object(line_formats, "_HEAD_BYTES", data.draw(BLOCKS, label="head")),
+            mock.patch.object(line_formats, "CHUNK_BYTES", data.draw(BLOCKS, label="block")),
         ):
             spec = scan(paths, index, stride=stride)
+            assert [item for path in paths for item in named(spec.format).items(path)] == expected
         assert spec.n_items == len(expected)
         with Reader(spec, index) as reader:
             assert reader.read(0, spec.n_items) == expected
@@ -148,13 +153,33 @@ def test_no_bytes_stop_the_other_items(data: st.DataObject, suffix: str) -> None
         (".csv", b"a,b\n1,\n,\n", [{"a": "1", "b": ""}, {"a": "", "b": ""}]),
     ],
 )
-def test_what_is_an_item(tmp_path: Path, suffix: str, content: bytes, expected: list[Any]) -> None:
+def test_what_is_an_item(
+    tmp_path: Path, suffix: str, content: bytes, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, index = tmp_path / f"a{suffix}", tmp_path / "index"
     path.write_bytes(content)
     spec = scan([path], index, stride=2)
     with Reader(spec, index) as reader:
         assert reader.read(0, spec.n_items) == expected
-    assert [*named(suffix[1:]).items(path)] == expected  # as workloads read at planning
+    for block in (1, 2, 3, 1 << 20):
+        monkeypatch.setattr(line_formats, "CHUNK_BYTES", block)
+        assert [*named(suffix[1:]).items(path)] == expected  # as workloads read at planning
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".txt", ".jsonl.gz"])
+def test_reading_all_items_keeps_only_a_block_of_a_file_in_memory(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    with gzip.open(path, "wb") if suffix.endswith(".gz") else open(path, "wb") as file:
+        file.write(b"text\n" if suffix == ".csv" else b"")
+        for _ in range(200):
+            file.write((b'{"text": "%s"}\n' if suffix.startswith(".jsonl") else b'"%s"\n') % (b"x" * 400) * 500)
+    [*itertools.islice(named(suffix[1:].removesuffix(".gz")).items(path), 10)]  # imports
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in named(suffix[1:].removesuffix(".gz")).items(path)) == 100_000
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20  # the lines have 40 MB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7])

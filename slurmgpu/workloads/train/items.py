@@ -104,7 +104,7 @@ def check_items(
 
     The SlurmGPUError for a wrong item names it.
     """
-    seen: set[str] = set()
+    seen: set[int] = set()  # hashes, since an input may have millions of configurations
     given = base.over({}, cls).shown  # with the types that the class takes, as below
     for path in files:
         for number, data in enumerate(_items(path)):
@@ -114,10 +114,10 @@ def check_items(
             except SlurmGPUError as error:
                 place = f"{sweeps.place_of(path, number, data)}: " if data else ""
                 raise SlurmGPUError(f"{place}{error}") from error
-            text = json.dumps(found.shown, sort_keys=True, default=str)
-            if text in seen and found.settings.get("seed") is not None:
+            shown = hash(json.dumps(found.shown, sort_keys=True, default=str))
+            if shown in seen and found.settings.get("seed") is not None:
                 log.warning("%s repeats an earlier configuration and its seed.", sweeps.place_of(path, number, data))
-            seen.add(text)
+            seen.add(shown)
             yield checked, [name for name in data if name in given and found.shown[name] != given[name]]
 
 
