@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TextIO, TypeVar, cast
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,21 +22,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def plain_console(**options: Any) -> Console:
+    """A Rich console that highlights nothing in a text, and replaces none of its words by pictures."""
+    return Console(highlight=False, emoji=False, **options)
+
+
 def complain(text: str) -> None:
     """Print an error on stderr."""
-    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(
-        f"[bold red]error:[/] {escape(harmless(text))}"
-    )
+    plain_console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(harmless(text))}")
 
 
 def say(text: str) -> None:
     """Print a line on stderr, beside the result."""
-    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(escape(harmless(text)))
+    plain_console(stderr=True, soft_wrap=True).print(escape(harmless(text)))
 
 
 def result(text: str) -> None:
     """Print a line of the result on stdout."""
-    Console(soft_wrap=True, highlight=False, emoji=False).print(escape(harmless(text)))
+    plain_console(soft_wrap=True).print(escape(harmless(text)))
 
 
 def json_alone(command: Callable[P, T]) -> Callable[P, T]:
@@ -99,42 +102,37 @@ def bar_console() -> Console | None:
 def wide_console() -> Console:
     """A Rich console on stdout; in a pipe, wide enough that no table breaks, and no line ends with blanks."""
     if sys.stdout.isatty():
-        return Console(highlight=False, emoji=False)
-    return Console(file=cast(TextIO, _Trimmed()), highlight=False, emoji=False, width=200)
+        return plain_console()
+    return plain_console(file=_Rewritten(lambda text: re.sub(r" +(?=\n)", "", text)), width=200)
 
 
 def screen_console() -> Console:
-    """A Rich console of a whole screen on stdout."""
-    return Console(file=cast(TextIO, _Plainer()), highlight=False, emoji=False)
-
-
-class _Plainer:
-    """Standard output, with one ASCII character for each of our own that its encoding lacks.
+    """A Rich console of a whole screen on stdout, with one ASCII character for each of ours that its encoding lacks.
 
     An escape of six would move the columns of a screen.
     """
+    encoding = sys.stdout.encoding
 
-    def __init__(self) -> None:
-        self._stdout = sys.stdout  # Rich puts another one in its place meanwhile
+    def plainer(text: str) -> str:
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            return text.translate(PLAINER)
+        return text
+
+    return plain_console(file=_Rewritten(plainer))
+
+
+class _Rewritten:
+    """Standard output that gets each text as `rewrite` returns it."""
+
+    def __init__(self, rewrite: Callable[[str], str]) -> None:
+        self._rewrite = rewrite
+        self._stdout = sys.stdout  # while it draws a screen, Rich puts another one in its place
 
     def write(self, text: str) -> int:
         """Write a text."""
-        try:
-            text.encode(self._stdout.encoding)
-        except UnicodeEncodeError:
-            text = text.translate(PLAINER)
-        return self._stdout.write(text)
+        return self._stdout.write(self._rewrite(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stdout, name)
-
-
-class _Trimmed:
-    """Standard output without the blanks with which Rich fills the lines of a table."""
-
-    def write(self, text: str) -> int:
-        """Write a text."""
-        return sys.stdout.write(re.sub(r" +(?=\n)", "", text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu import __version__, api, inputs
-from slurmgpu.cli.console import result
+from slurmgpu.cli.console import plain_console, result
 from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
@@ -260,6 +259,5 @@ def _node_lines(checked: NodeCheck) -> Iterable[tuple[str, str]]:
 def print_line(good: bool, name: str, text: str) -> bool:
     """Print the line of a check, and return `good`."""
     mark = f"[green]{MARKS[0]}[/]" if good else f"[red]{MARKS[1]}[/]"
-    console = Console(highlight=False, emoji=False, soft_wrap=True)
-    console.print(f"{mark} {name:<10} {escape(' '.join(text.split()))}")
+    plain_console(soft_wrap=True).print(f"{mark} {name:<10} {escape(' '.join(text.split()))}")
     return good

@@ -117,10 +117,11 @@ def _name_and_value(text: str) -> tuple[str, str]:
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, bool], None]]:
     """Shows a build's output: on a terminal the last line and the time, else each step on a line of its own."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, highlight=False, emoji=False)
+    from slurmgpu.cli.console import plain_console
+
+    console = plain_console(stderr=True)
     if not console.is_terminal:
         yield lambda line, is_step: console.out(line) if is_step else None
         return

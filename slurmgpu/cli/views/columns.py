@@ -48,12 +48,18 @@ def show_table(console: Console, names: Columns, columns: Columns, more: Columns
     _print(console, {**names, **more})
 
 
+def bare_table(gap: int = 2, **options: Any) -> Table:
+    """An empty table without lines, whose columns are `gap` blanks apart."""
+    from rich.table import Table
+
+    return Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False, **options)
+
+
 def headed_table(*names: str, words: Collection[str] = ()) -> Table:
     """An empty table whose first column and `words` are text, and whose others are numbers; no cell is cut."""
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table = bare_table()
     for number, name in enumerate(names):
         is_text = number == 0 or name in words
         table.add_column(escape(plain(name)), justify="left" if is_text else "right", overflow="fold")
@@ -161,9 +167,8 @@ def _unfolded(columns: Columns, gap: int) -> Segments:
 
 def _folded(columns: Columns) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    table = bare_table(1)
     for name in columns:
         folds = name in FOLDING
         justify: Literal["left", "right"] = "left" if name in WORDS else "right"

@@ -13,10 +13,10 @@ from typing import Any, TypedDict
 
 from rich.cells import cell_len
 from rich.markup import escape
-from rich.table import Table
 
 from slurmgpu.cli.completion import PROBE
 from slurmgpu.cli.console import say, wide_console
+from slurmgpu.cli.views.columns import bare_table
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors.interface import Executor
 from slurmgpu.executors.registry import queued_jobs, queueing
@@ -248,7 +248,7 @@ def show_list(value: RunList) -> None:
         console = wide_console()
         lines = [_cells(row, folder) for row in runs]
         shown = _fitting(lines, console.width)
-        table = Table(box=None, header_style="bold", padding=(0, GAP, 0, 0), pad_edge=False)
+        table = bare_table(GAP)
         for name in shown:
             words = name in ("run", "state")
             table.add_column(name, justify="left" if words else "right", no_wrap=name != "run", overflow="fold")

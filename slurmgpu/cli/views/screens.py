@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from slurmgpu.cli.views.columns import bare_table
 from slurmgpu.report.state_words import (
     failure_words,
     last_message,
@@ -177,7 +178,7 @@ def task_table(
     """The visible rows, with the columns that fit; `say` gives a task's last message."""
     chosen = _columns(tasks, width)
     gap = 2 if width >= WIDE else 1
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold", width=width)
+    table = bare_table(gap, width=width)
     for column, size in chosen:
         table.add_column(
             column.title, width=size, justify="left" if column.is_text else "right", no_wrap=True, overflow="ellipsis"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import rich.table
 from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu.cli.console import result
+from slurmgpu.cli.views.columns import bare_table
 from slurmgpu.report.summaries import Table, summary_of
 from slurmgpu.util.ansi import plain
 
@@ -42,7 +42,7 @@ def _show_table(console: Console, table: Table) -> None:
         more = f" and {table.n_more:,} more; report --json lists them" if table.n_more else ""
         result(f"  {title}: {', '.join(f'{plain(key)} {text}' for key, text in table.rows)}{more}")
     else:
-        drawn = rich.table.Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+        drawn = bare_table()
         drawn.add_column(f"  {escape(title)}", no_wrap=True)
         for column in table.columns:
             drawn.add_column(escape(plain(column)), justify="right", no_wrap=True)
