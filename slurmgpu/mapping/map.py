@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +21,10 @@ from slurmgpu.containers.runtime import runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors.detached import Background
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.inputs.fields import columns_kept, with_kept
 from slurmgpu.inputs.python_items import index_names, is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
-from slurmgpu.operations import probe
+from slurmgpu.mapping.learnt_columns import learn_types, remove_probe, with_columns
 from slurmgpu.operations.earlier_run import compare_earlier, earlier_run_dir
-from slurmgpu.operations.replacement import room
 from slurmgpu.operations.submit import submission_of, submit_draft
 from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.overrides import SET, Overrides
@@ -36,14 +33,12 @@ from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.progress import telling
-from slurmgpu.results import open as open_merged
 from slurmgpu.run.directory import reserved_run_dir
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.mapped_function import MAPPED
-from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
-from slurmgpu.shards.columns import Column, columns_to_json
+from slurmgpu.shards.column_types import RESULT
+from slurmgpu.shards.columns import Column
 from slurmgpu.task.preflight import check_here
-from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import FULL, write_bytes
 from slurmgpu.util.users import expanded
 
@@ -51,9 +46,6 @@ log = logging.getLogger(__name__)
 
 FEWEST_SHARDS, ITEMS_OF_SHARD = 256, 256
 """The least number of shards of a run with enough items, and the items of a shard beyond that: see why-elastic.md."""
-
-PROBE_ENDS_S = 3
-"""Seconds that the job which merged the probe gets to end."""
 
 ARGUMENTS = {
     "input": "the argument `items`",
@@ -147,12 +139,13 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
                 _warn_of_cpu(function, load)
         submission_of(draft, inject=inject)  # finds errors before an item is computed
         if known is None:
-            draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
+            told = {name: kind for name, kind in declared.items() if kind is not None}
+            draft = with_columns(draft, {**learn_types(draft), **told})
         if former is not None:
             log.warning("%s", _about_former(former, draft))
         submitted = submit_draft(draft, on_tick=telling(), inject=inject, background=background)
         if known is None:
-            _remove_probe(probe.probe_dir(draft.run_dir))
+            remove_probe(draft)
     for note in submitted.outcome.notes if submitted.outcome else ():
         log.warning("%s", note)
     handle = RunHandle(submitted.run, submitted.outcome)
@@ -318,92 +311,3 @@ def _declared(columns: Columns | None) -> dict[str, Type]:
 def _most_shards(n_items: int) -> int:
     """The most shards; fewer than by default, because a call of a function may take only a millisecond."""
     return min(TARGET_SHARDS, max(FEWEST_SHARDS, n_items // ITEMS_OF_SHARD))
-
-
-def _learnt(draft: Draft) -> dict[str, str | None]:
-    """The types of the columns, from the rows of the first batch, which a run of its own computes with the last item.
-
-    SlurmGPUError if the first batch fails, or if rows have arrays of different shapes.
-    """
-    n_items, n_first = draft.plan.n_items, min(draft.plan.batch_size, draft.plan.n_items)
-    # The last: an array whose length differs from item to item would have the first one's shape, and all others fail.
-    last = [(n_items - 1, n_items)] if n_first < n_items else []
-    and_last = " and the last one" if last else ""
-    log.info("computing the first %s%s, to learn the columns", count_of(n_first, "item"), and_last)
-    small = probe.draft_part(draft, [(0, n_first), *last])
-    run, report = probe.compute_probe(small, on_status=None)
-    said = "so the columns are unknown, and nothing was submitted"
-    failed = probe.why_failed(run, report)
-    rows: list[dict[str, str | None]] = []
-    n_seen, of_last = 0, None
-    if report["n_rows"]:
-        with open_merged(run.merged) as merged:
-            for index, is_bad, types in zip(merged.index.tolist(), merged.failed, merged["types"][:], strict=True):
-                n_seen += index < n_first
-                if not is_bad and index < n_first:
-                    rows.append(types)
-                elif not is_bad:
-                    of_last = types
-    if n_seen < n_first and failed is not None:
-        raise SlurmGPUError(
-            f"The function failed, {said}: {failed.failure}: {failed.message.rstrip('.')}. Its log: {failed.log}"
-        )
-    if not rows:
-        first = report["errors"][0]
-        name = f" ({first['name']})" if first["name"] else ""
-        why = f"{first['message'].rstrip('.')}. Its log is in {run.logs}."
-        declare = 'If only this item fails, declare the columns: columns={"score": "float32", "label": "text"}.'
-        raise SlurmGPUError(f"Item {first['index']}{name} failed, {said}: {why} {declare}")
-    found: dict[str, str | None] = {}
-    for row in rows:
-        found |= {name: _for_both(name, found.get(name), kind) for name, kind in row.items()}
-    for name, kind in (of_last or {}).items():
-        # Of the other types the first rows decide: a last item that is odd shall not change those of all.
-        known = found.get(name, "")
-        if known is None or ("[" in known and "[" in (kind or "")):
-            found[name] = _for_both(name, known, kind)
-    # A column of text has no None.
-    seen = [*rows, *([of_last] if of_last else [])]
-    return {
-        name: "json" if kind == "text" and any(row.get(name, kind) is None for row in seen) else kind
-        for name, kind in found.items()
-    }
-
-
-def _for_both(name: str, known: str | None, kind: str | None) -> str | None:
-    try:
-        return type_for_both(known, kind)
-    except SlurmGPUError as error:
-        raise SlurmGPUError(
-            f"The column {name!r}, in the first batch and the last item: {error} Nothing was submitted."
-        ) from error
-
-
-def _remove_probe(folder: Path) -> None:
-    """Remove the probe from which the columns were learnt, unless its jobs take long to end."""
-    for left in range(PROBE_ENDS_S, -1, -1):
-        try:
-            with room(folder, "probe"):  # the earlier one is removed
-                return
-        except (SlurmGPUError, OSError) as error:  # the run is submitted: a probe that stays does no harm
-            if not left:
-                log.info("%s stays: %s", folder, error)
-            else:
-                time.sleep(1)
-
-
-def _with_columns(draft: Draft, types: Mapping[str, Type]) -> Draft:
-    """The draft of the run itself, with its columns."""
-    if unknown := [name for name, kind in types.items() if kind is None]:
-        line = ", ".join(f"{name!r}: {kind or 'json'!r}" for name, kind in types.items())
-        raise SlurmGPUError(
-            f"No item that was computed has a value in the column {unknown[0]!r} that tells its type. "
-            f"Declare it: columns={{{line}}}."
-        )
-    columns = columns_of_types(types, "The function's result")
-    plan = draft.plan
-    columns_kept([*plan.keep.values()], {field: name for name, field in plan.keep.items() if name != field}, columns)
-    settings = {name: value for name, value in plan.settings.items() if name != "learn"}
-    columns = with_kept(columns, plan.keep)
-    plan = replace(plan, columns=columns_to_json(columns), settings={**settings, "columns": dict(types)})
-    return replace(draft, plan=plan)
