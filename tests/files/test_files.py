@@ -3,11 +3,12 @@
 import errno
 import os
 import re
+import stat
 
 import pytest
 
 from slurmgpu.shards.names import partial_name, partials_of
-from slurmgpu.util.atomic_files import FULL, beside, partial_path, write_bytes
+from slurmgpu.util.atomic_files import FULL, beside, partial_path, write_bytes, write_json_text, write_new
 
 
 def half_of_it(path):
@@ -27,6 +28,69 @@ def test_what_is_written_is_there_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError):
         half_of_it(tmp_path / "page.html")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("page.html", b"before")]
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What is fsynced (a file with its size, or a folder) and named, in order."""
+    done = []
+
+    def noted(name, call, what):
+        monkeypatch.setattr(os, name, lambda *given: (call(*given), done.append(what(*given))))
+
+    def synced(fd):
+        status = os.fstat(fd)
+        return "folder" if stat.S_ISDIR(status.st_mode) else f"{status.st_size} bytes"
+
+    noted("fsync", os.fsync, synced)
+    noted("replace", os.replace, lambda source, target: f"named {target.name}")
+    noted("link", os.link, lambda source, target: f"named {target.name}")
+    return done
+
+
+def test_the_bytes_of_a_file_reach_the_disk_before_its_name_does(tmp_path, steps):
+    n_open = len(os.listdir("/proc/self/fd"))
+    write_bytes(tmp_path / "run.json", b"{}")
+    assert steps == ["2 bytes", "named run.json", "folder"]
+    assert len(os.listdir("/proc/self/fd")) == n_open
+    steps.clear()
+    write_bytes(tmp_path / "progress.json", b"{}", durable=False)  # it may be lost if the machine fails
+    assert steps == ["named progress.json"]
+
+
+def test_a_new_file_reaches_the_disk_before_its_name_does_and_replaces_no_other(tmp_path, steps):
+    path = tmp_path / "run.toml"
+    assert write_new(path, b"first")
+    assert steps == ["5 bytes", "named run.toml"]
+    assert not write_new(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert os.listdir(tmp_path) == ["run.toml"]
+
+
+def test_a_file_that_another_process_writes_meanwhile_is_not_replaced_by_a_new_one(tmp_path, monkeypatch):
+    path = tmp_path / "run.toml"
+    monkeypatch.setattr(os, "fsync", lambda fd: path.write_bytes(b"theirs"))
+    assert not write_new(path, b"ours")
+    assert path.read_bytes() == b"theirs"
+    assert os.listdir(tmp_path) == ["run.toml"]
+
+
+@pytest.mark.parametrize("number", FULL)
+def test_on_a_full_disk_only_a_file_that_may_be_is_written_in_place(tmp_path, monkeypatch, number):
+    def full(source, target):
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "7_0.0.json"
+    path.write_text('{"state": "running"}')
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        write_json_text(path, '{"state": "ended"}')
+    assert path.read_text() == '{"state": "running"}'
+    write_json_text(path, '{"state": "ended"}', in_place_if_full=True)
+    assert path.read_text() == '{"state": "ended"}'
+    with pytest.raises(OSError, match=r"other\.json"):
+        write_json_text(tmp_path / "other.json", "{}", in_place_if_full=True)
+    assert os.listdir(tmp_path) == ["7_0.0.json"]
 
 
 @pytest.mark.parametrize("path", ["missing/page.html", "x" * os.pathconf("/", "PC_NAME_MAX")])
@@ -81,10 +145,11 @@ def test_where_no_mode_can_be_given_a_file_is_written_only_if_others_may_do_no_m
         assert list(tmp_path.iterdir()) == []
 
 
-def test_errors_of_other_files_name_those(tmp_path):
-    with pytest.raises(FileNotFoundError) as failed, beside(tmp_path / "page.html"):
-        (tmp_path / "other").stat()
-    assert (failed.value.errno, failed.value.filename) == (errno.ENOENT, str(tmp_path / "other"))
+@pytest.mark.parametrize("number", [errno.ENOENT, *FULL])
+def test_errors_of_other_files_name_those(tmp_path, number):
+    with pytest.raises(OSError) as failed, beside(tmp_path / "page.html"):
+        raise OSError(number, os.strerror(number), str(tmp_path / "other"))
+    assert (failed.value.errno, failed.value.filename) == (number, str(tmp_path / "other"))
 
 
 def test_a_link_of_somebody_who_saw_the_name_before_leads_no_writer_elsewhere(tmp_path):

@@ -75,9 +75,11 @@ UNUSABLE = {
 @pytest.mark.parametrize("what", UNUSABLE)
 def test_what_is_no_file_is_refused_without_waiting(tmp_path, what):
     UNUSABLE[what](tmp_path / "x")
+    n_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UnusableFileError, match=what) as refused:
         open_regular(tmp_path / "x")
     assert refused.value.filename == str(tmp_path / "x")
+    assert len(os.listdir("/proc/self/fd")) == n_open
 
 
 def test_a_device_is_refused():
@@ -179,16 +181,18 @@ def test_an_fsync_that_fails_once_costs_a_second_write(tmp_path, monkeypatch):
     assert (tmp_path / "x").read_bytes() == b"abc"
 
 
-def test_a_folder_that_cannot_be_synced_is_written_all_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "is_told"), [(errno.EINVAL, False), (errno.ENOSPC, True)])
+def test_a_folder_that_cannot_be_synced_is_written_all_the_same(tmp_path, monkeypatch, number, is_told):
     real = os.fsync
 
     def fsync(fd):
         if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(number, os.strerror(number))
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    write_bytes(tmp_path / "x", b"abc")
+    with pytest.raises(OSError, match="No space left") if is_told else contextlib.nullcontext():
+        write_bytes(tmp_path / "x", b"abc")
     assert (tmp_path / "x").read_bytes() == b"abc"
 
 
