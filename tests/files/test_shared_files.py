@@ -3,18 +3,24 @@
 import contextlib
 import errno
 import os
+import shutil
 import socket
 import stat
 import time
 
 import pytest
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import shared_files
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.shared_files import (
     UnusableFileError,
+    cause_raised,
     exists,
+    link_first,
     list_fresh,
+    list_names,
+    may,
     move,
     open_regular,
     read_bytes,
@@ -113,6 +119,17 @@ def test_a_folder_that_is_not_ones_own_is_listed_all_the_same(tmp_path, monkeypa
     assert list_fresh(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTSUP])
+def test_a_folder_in_which_nothing_can_be_made_is_listed_all_the_same(tmp_path, monkeypatch, number):
+    (tmp_path / "a").touch()
+    Failing(monkeypatch)("open", number, of=".anew")
+    if number == errno.ENOTSUP:
+        with pytest.raises(OSError, match="supported"):
+            list_fresh(tmp_path)
+    else:
+        assert list_fresh(tmp_path) == ["a"]
+
+
 def test_what_is_gone_already_is_no_error(tmp_path):
     (tmp_path / "a").touch()
     assert remove(tmp_path / "a")
@@ -151,6 +168,101 @@ def test_a_file_is_moved_also_where_its_group_cannot_be_changed(tmp_path, monkey
     with pytest.raises(OSError, match="quota") if number == errno.EDQUOT else contextlib.nullcontext():
         move(tmp_path / "a", folder / "a")
     assert (folder / "a").read_text() == "x"
+
+
+def test_a_file_that_is_moved_though_the_reply_is_lost_is_there(tmp_path, monkeypatch):
+    failing, synced = Failing(monkeypatch), []
+    failing("rename", errno.EIO, of="a", lost=True)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    (tmp_path / "a").write_text("x")
+    move(tmp_path / "a", tmp_path / "b")
+    assert failing.n_failed == 1
+    assert (tmp_path / "b").read_text() == "x"
+    assert synced == [1]
+    with pytest.raises(FileNotFoundError):
+        move(tmp_path / "a", tmp_path / "c")
+
+
+def test_a_file_for_which_a_disk_has_no_room_is_named_as_it_would_be_there(tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    monkeypatch.setattr(shutil, "move", full)
+    with pytest.raises(OSError) as failed:
+        move(tmp_path / "a", tmp_path / "b")
+    assert (failed.value.filename, failed.value.filename2) == (str(tmp_path / "b"), None)
+
+
+def test_what_cannot_be_opened_exists_all_the_same(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "away")
+    make_socket(tmp_path / "socket")
+    assert exists(tmp_path / "link")
+    assert exists(tmp_path / "socket")
+    assert not exists(tmp_path / "socket" / "x")
+
+
+def test_the_first_file_of_a_name_stays(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(name)
+    assert link_first(tmp_path / "first", tmp_path / "target")
+    assert not link_first(tmp_path / "second", tmp_path / "target")
+    assert (tmp_path / "target").read_text() == "first"
+    assert link_first(tmp_path / "first", tmp_path / "target")  # as NFS answers a request that was sent again
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EROFS])
+def test_the_first_file_of_a_name_stays_also_where_there_are_no_hard_links(tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(os, "link", refuse)
+    if number == errno.EROFS:
+        with pytest.raises(OSError, match="Read-only"):
+            link_first(tmp_path / "first", tmp_path / "target")
+        return
+    assert link_first(tmp_path / "first", tmp_path / "target")
+    assert not link_first(tmp_path / "second", tmp_path / "target")
+    assert (tmp_path / "target").read_text() == "first"
+
+
+def test_only_a_folder_that_is_missing_itself_has_no_names(tmp_path, monkeypatch):
+    """A run's whole directory that is away for a moment is not one without tasks."""
+    assert list_names(tmp_path / "tasks") == []
+    with pytest.raises(FileNotFoundError):
+        list_names(tmp_path / "run" / "tasks")
+    (tmp_path / "link").symlink_to(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        list_names(tmp_path / "link")
+    monkeypatch.setattr(os, "listdir", lambda folder: ["10", "9", "1"])
+    assert list_names(tmp_path) == ["1", "10", "9"]
+
+
+def test_what_a_user_may_do_is_not_taken_from_an_error(tmp_path, monkeypatch):
+    """access(2) says of any error that the user may not."""
+    assert may(tmp_path, os.W_OK)
+    with pytest.raises(FileNotFoundError):
+        may(tmp_path / "missing", os.R_OK)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert not may(tmp_path, os.W_OK)
+
+
+@pytest.mark.parametrize(("number", "is_again"), [(errno.ESTALE, True), (errno.EACCES, False), (None, False)])
+def test_what_a_message_says_of_a_moment_is_tried_again(number, is_again):
+    said = []
+
+    def say():
+        if said:
+            return "done"
+        said.append("the input cannot be read")
+        raise SlurmGPUError(said[0]) from (OSError(number, "for a moment") if number else None)
+
+    if is_again:
+        assert retried(lambda: cause_raised(say)) == "done"
+    else:
+        with pytest.raises(SlurmGPUError, match="the input cannot be read"):
+            retried(lambda: cause_raised(say))
 
 
 def test_a_write_whose_reply_is_lost_has_happened(tmp_path, monkeypatch):

@@ -9,6 +9,15 @@ from tests.files.test_status import change, report_of, submit_again
 from tests.support.pretend_runs import BEGIN, pretend_run
 
 
+@pytest.fixture
+def ran_out(tmp_path, monkeypatch):
+    """A run in which an item lacked host memory."""
+    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+    run = pretend_run(tmp_path / "run", 10_000)
+    change(run, run.attempts()[0]["attempt"], failed=[[2, {"host_oom": 1}]])
+    return run
+
+
 @pytest.mark.parametrize(
     ("failed", "memory"),
     [([], None), ([[2, {"cuda_oom": 1}]], None), ([[2, {"item_error": 1, "host_oom": 1}]], "96000M")],
@@ -24,13 +33,58 @@ def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, monke
     assert slurm_adjustments.learn(run, run.last_submission(), {}, {}) == ({}, [], [])  # nothing has failed since
 
 
-def test_a_task_that_had_all_memory_of_its_node_is_not_given_half_as_much_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
-    run = pretend_run(tmp_path / "run", 10_000)
-    change(run, run.attempts()[0]["attempt"], failed=[[2, {"host_oom": 1}]])
-    options, _, notes = slurm_adjustments.learn(run, run.last_submission(), {"mem": 0}, {})
+def test_a_task_that_had_all_memory_of_its_node_is_not_given_half_as_much_again(ran_out):
+    options, _, notes = slurm_adjustments.learn(ran_out, ran_out.last_submission(), {"mem": 0}, {})
     assert options == {"mem": 0}
     assert notes == ["Memory ran out, and mem = 0 is all memory of a node: ask for larger nodes."]
+
+
+@pytest.mark.parametrize(
+    ("mem", "more"),
+    [(800, "1200M"), ("800M", "1200M"), ("1G", "1536M"), ("3gb", "4608M"), ("2T", "3145728M"), ("1048576K", "1536M")],
+)
+def test_memory_in_any_of_slurms_units_is_raised_by_half(ran_out, mem, more):
+    options, _, notes = slurm_adjustments.learn(ran_out, ran_out.last_submission(), {"mem": mem}, {})
+    assert options == {"mem": more}
+    assert notes == [f"Memory ran out: mem is {more} instead of {mem}."]
+
+
+def test_half_as_much_again_is_reckoned_from_the_largest_of_different_nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+    run = pretend_run(tmp_path / "run", 60, n_tasks=3)
+    for task, memory_mb in enumerate((32_000, 64_000, None)):
+        change(run, f"4711_{task}.0", failed=[[2, {"host_oom": 1}]], memory_mb=memory_mb)
+    assert slurm_adjustments.learn(run, run.last_submission(), {}, {})[0] == {"mem": "96000M"}
+
+
+@pytest.mark.parametrize("given", [{"mem": "1G"}, {"mem_per_cpu": "1G"}])
+def test_the_memory_that_a_user_asks_for_now_is_not_raised(ran_out, given):
+    assert slurm_adjustments.learn(ran_out, ran_out.last_submission(), given, given) == (given, [], [])
+
+
+def test_memory_that_cannot_be_raised_is_told(ran_out):
+    def learnt(options):
+        same, _, notes = slurm_adjustments.learn(ran_out, ran_out.last_submission(), options, {})
+        assert same == options
+        return notes
+
+    said = "Memory ran out, but mem = '1.5G' cannot be parsed; raise it with --slurm mem=…"
+    assert learnt({"mem": "1.5G"}) == [said]
+    for record in ran_out.attempts():
+        change(ran_out, record["attempt"], memory_mb=None)
+    assert learnt({}) == ["Memory ran out, but the amount is unknown: set mem in [slurm], or --slurm mem=…"]
+
+
+def test_a_user_who_names_nodes_has_the_last_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+    run = pretend_run(tmp_path / "run", 60, n_tasks=1)
+    change(run, "4711_0.0", state="ended", ended=BEGIN + 60, failure="gpu_fault", bad_node="gpu7")
+    last = {**run.last_submission(), "exclude": ["gpu1"]}
+    assert slurm_adjustments.learn(run, last, {}, {})[1:] == (
+        ["gpu1", "gpu7"],
+        ["Excluded nodes: gpu7, because the node or a GPU failed."],
+    )
+    assert slurm_adjustments.learn(run, last, {"exclude": ""}, {"exclude": ""})[1:] == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +127,9 @@ def test_nodes_that_fail_alike_are_excluded_only_if_another_node_works(
     for task, node in enumerate(nodes):
         told = {"failure": failure, "bad_node": f"gpu{node}"} if task < 2 else third
         change(run, f"4711_{task}.0", state="ended", ended=BEGIN + 60, node=f"gpu{node}", **{"published": [], **told})
-    assert slurm_adjustments.learn(run, run.last_submission(), {}, {})[1] == excluded
+    _, found, notes = slurm_adjustments.learn(run, run.last_submission(), {}, {})
+    assert found == excluded
+    assert notes[0].startswith("Excluded nodes: " if excluded else "No node is excluded: gpu1, gpu2 failed alike")
 
 
 def test_what_left_no_record_counts_for_the_submission_of_its_job_alone(tmp_path, monkeypatch):
