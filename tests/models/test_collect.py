@@ -144,10 +144,8 @@ def test_rollouts_go_on_from_the_beginning_that_a_chat_gives(nothing):
     chat = [{"role": "user", "content": "1+6"}, {"role": "assistant", "content": "So "}]
     settings = {"prompt": None, "messages": "chat", "last": "continue", "paths": 1, "rollouts": 1}
     workload, [row] = collect(nothing, answer, [{"chat": chat, "answer": 7}], **settings)
-    assert [[(each.prompt.answer, each.prompt.so_far) for each in wave] for wave in workload.engine.waves] == [
-        [("So ", "")],
-        [("So ", "a\n")],
-    ]
+    assert [[each.prompt.so_far for each in wave] for wave in workload.engine.waves] == [[""], ["a\n"]]
+    assert all(each.prompt.messages == tuple(chat) for wave in workload.engine.waves for each in wave)
     assert (row["prompt"], row["n_correct"]) == (b"1+6", 1)
 
 

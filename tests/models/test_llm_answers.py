@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,41 @@ def test_a_prompt_is_put_into_its_template_and_the_answer_begins_as_asked(
     made, tokenizer = codec(tmp_path, added=(*HARMONY, "<think>", "</think>"), template=template, **options)
     tokens = made.encode(Request(0, prompt, Sampling())).tokens
     assert list(tokens) == tokenizer(expected, add_special_tokens=False)["input_ids"]
+
+
+SPACED = (
+    "{% for m in messages %}{{ '1' + m.content if m.role == 'user' else ' ' + m.content | trim + '=' }}{% endfor %}"
+)
+EMPTIED = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    "{{ '#' + ('<think>\n\n</think>\n\n' if loop.last) + m.content }}=\n{% endif %}{% endfor %}"
+    "{{ '#' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "expected"),
+    [
+        (SPACED, ["2", "so "], "12 so"),  # as Llama 2
+        (SPACED, ["2", "so", "3", "we"], "12 so=13 we"),
+        (EMPTIED, ["2", "so "], "2#<think>\n\n</think>\n\nso "),  # as Qwen 3
+        (EMPTIED, ["2", "</s>"], "2#<think>\n\n</think>\n\n\0</s>"),  # which is text in a turn
+        (NO_SYSTEM.replace("raise_exception('no')", "m.content if m.role == 'assistant' else 0/0"), ["1", "2"], "12"),
+    ],
+)
+def test_a_turn_of_the_assistant_that_goes_on_is_as_the_template_writes_it(tmp_path, template, turns, expected):
+    made, tokenizer = codec(tmp_path, added=("<think>", "</think>"), template=template)
+    roles = itertools.cycle(["user", "assistant"])
+    messages = tuple({"role": role, "content": text} for role, text in zip(roles, turns, strict=False))
+    encoded = made.encode(Request(0, Prompt(messages=messages), Sampling()))
+    text, is_text, special = expected.partition("\0")
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not is_text:
+        assert tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True) == text
+    assert list(encoded.tokens[: len(wanted)]) == wanted
+    assert (len(encoded.tokens) > len(wanted)) == bool(special)
+    assert tokenizer.eos_token_id not in encoded.tokens
+    assert made.reasoning_of(encoded) is None
 
 
 def test_half_of_a_surrogate_pair_fails_its_own_prompt(tmp_path):

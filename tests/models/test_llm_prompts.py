@@ -91,10 +91,10 @@ def test_an_answer_at_the_end_of_a_chat_is_not_shown_unless_asked():
     with pytest.raises(ItemError, match=r"'chat' ends with an assistant turn.* last = \"drop\".* \"continue\""):
         Prompts(messages="chat").of({"chat": ANSWERED})
     dropped = Prompts(messages="chat", last="drop").of({"chat": ANSWERED})
-    assert (dropped.messages, dropped.answer) == (tuple(CHAT), "")
+    assert (dropped.messages, dropped.continues) == (tuple(CHAT), False)
     continues = Prompts(messages="chat", last="continue")
     continued = continues.of({"chat": ANSWERED})
-    assert (continued.messages, continued.answer) == (tuple(CHAT), "it is")
+    assert (continued.messages, continued.continues) == (tuple(ANSWERED), True)
     assert continues.length({"chat": ANSWERED}) == 12
     for last in ("drop", "continue"):
         assert Prompts(messages="chat", last=last).of({"chat": CHAT}).messages == tuple(CHAT)

@@ -257,7 +257,8 @@ class Codec:
     def render(self, prompt: Prompt, *, answers_at_once: bool = False) -> tuple[str, bool]:
         """The prompt as one text with marks, and whether it is whole, that is, has a template's special tokens.
 
-        With `answers_at_once`, or if the answer's beginning is given, the model answers without reasoning.
+        With `answers_at_once`, or if the answer's beginning is given, the model answers without reasoning. A turn of
+        the assistant that the model continues is as the template writes it, which may put a blank before it.
         """
         cut = self._quotes.cut
         if not prompt.messages and not self._chat:
@@ -267,7 +268,9 @@ class Codec:
         cut_messages: list[Mapping[str, Any]] = [{**each, "content": cut(each["content"])} for each in prompt.turns]
         if prompt.images:
             _add_images(cut_messages, len(prompt.images), behind_examples=not prompt.messages)
-        text = self._chat_text(cut_messages)
+        if prompt.continues:
+            return self._chat_text(cut_messages, continue_final_message=True), True
+        text = self._chat_text(cut_messages, add_generation_prompt=True)
         if prompt.answer or answers_at_once:
             text += self._to_answer(text)
         return text + cut(prompt.answer), True
@@ -281,18 +284,18 @@ class Codec:
         cut: list[Mapping[str, Any]] = [{**each, "content": self._quotes.cut(each["content"])} for each in messages]
         if n_images:
             _add_images(cut, n_images, behind_examples=behind_examples)
-        return self._chat_text(cut, more=False)
+        return self._chat_text(cut)
 
-    def _chat_text(self, messages: Sequence[Mapping[str, Any]], *, more: bool = True) -> str:
+    def _chat_text(self, messages: Sequence[Mapping[str, Any]], **end: bool) -> str:
         """The template's text for messages; a refused system message goes before the user's first message."""
-        options = {"tokenize": False, "add_generation_prompt": more, **self._options.chat_options}
+        options = {"tokenize": False, **end, **self._options.chat_options}
         try:
             text: str = self._tokenizer.apply_chat_template(_shaped(messages), **options)
         except Exception as error:  # a template may raise any error
             if [each.get("role") for each in messages[:2]] != ["system", "user"]:
                 raise PromptError(f"the chat template rejects the messages: {message_of(error)}") from error
             joined = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-            text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]], more=more)
+            text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]], **end)
             if not self._joins_system:
                 log.info(
                     "the chat template takes no system message (%s); putting it before the user's first message",
@@ -382,7 +385,8 @@ class Codec:
 
     def reasoning_of(self, encoded: Encoded) -> Reasoning | None:
         """The reasoning that may precede the model's answer; None if the answer begins at once."""
-        if encoded.request.prompt.answer or encoded.request.prompt.generated is not None:
+        prompt = encoded.request.prompt
+        if prompt.answer or prompt.continues or prompt.generated is not None:
             return None
         last = encoded.tokens[-3:]
         if self._harmony:

@@ -179,12 +179,12 @@ class Prompts:
     def _of(self, data: Mapping[str, Any], seed: int, forms: Sequence[Mapping[str, Any]]) -> Prompt:
         system = None if self._system is None else self._system.render(data, self._given)
         if self._messages is not None:
-            messages, answer = self._chat(_messages(self._messages, take(data, self._messages)))
+            messages = self._chat(_messages(self._messages, take(data, self._messages)))
             if system is None:
-                return Prompt(messages=messages, answer=answer)
+                return Prompt(messages=messages)
             if messages[0]["role"] == "system":
                 raise ItemError(f"field {self._messages!r} begins with a system message, and system is also set")
-            return Prompt(messages=({"role": "system", "content": system}, *messages), answer=answer)
+            return Prompt(messages=({"role": "system", "content": system}, *messages))
         assert self._prompt is not None
         own = () if self._fewshot is None else tuple(self._prompt.render(form, self._given) for form in forms)
         return self._after_examples(self._prompt.render(data, self._given), system or "", seed, own)
@@ -208,10 +208,10 @@ class Prompts:
             except ItemError as error:
                 raise SlurmGPUError(f"fewshot: example {number}: {error}") from error
 
-    def _chat(self, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
-        """The messages for the model, and the beginning of its answer."""
+    def _chat(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The messages for the model; if the last one is the assistant's, the model continues it."""
         if messages[-1]["role"] != "assistant":
-            return messages, ""
+            return messages
         if self._last is None:
             raise ItemError(
                 f"field {self._messages!r} ends with an assistant turn, which may be the answer itself; "
@@ -219,7 +219,7 @@ class Prompts:
             )
         if len(messages) == 1:
             raise ItemError(f"field {self._messages!r} has only an assistant turn; expected a turn before it")
-        return messages[:-1], messages[-1]["content"] if self._last == "continue" else ""
+        return messages if self._last == "continue" else messages[:-1]
 
     def fill(self, word: str) -> Prompt:
         """The prompt with one word for every field; not with `messages`."""

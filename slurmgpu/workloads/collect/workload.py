@@ -306,7 +306,7 @@ class Collect(LanguageModelWorkload):
             "n_tokens": search.n_tokens,
             "vote": "" if voted is None else voted.answer,
             "vote_correct": voted is not None and voted.correct,
-            "prompt": prompt.messages[-1]["content"] if prompt.messages else prompt.text,
+            "prompt": prompt.messages[-1 - prompt.continues]["content"] if prompt.messages else prompt.text,
             "paths": [
                 {
                     "text": path.text,

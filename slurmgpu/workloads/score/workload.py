@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,9 +287,6 @@ class Score(LanguageModelWorkload):
             return HeadInput(number, prompt, steps=self._steps_of(item.data), chat=chat)
         if self._answer is not None:
             return HeadInput(number, prompt, answer=self._answer.render(item.data), chat=chat)
-        if prompt.messages and prompt.answer:
-            whole = (*prompt.messages, {"role": "assistant", "content": prompt.answer})
-            prompt = replace(prompt, messages=whole, answer="")
         return HeadInput(number, prompt, chat=chat)
 
     def _steps_of(self, data: Mapping[str, Any]) -> tuple[str, ...]:
