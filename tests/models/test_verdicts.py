@@ -44,6 +44,11 @@ def model(tmp_path_factory):
         ("rating", "Rating: 4/5", None),  # another scale
         ("rating", "Rating: 4 out of 5", None),
         ("rating", "Rating: 3-4", None),
+        ("rating", "Rating: 3 to 4", None),
+        ("rating", "Rating: **3** or **4**", None),
+        ("rating", "Rating: 3½", None),
+        ("rating", "Rating: 5\n\nRating scale: 1 to 10", "5"),
+        ("rating", "Rating: 8 - two faults\n- 2 of them small", "8"),
         ("rating", "Rating: -4", None),
         ("pairwise", "Verdict: A tie", "tie"),
         ("pairwise", "Verdict: Tie.", "tie"),
