@@ -27,15 +27,22 @@ def _imported():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _frozen(monkeypatch):
-    """So is what was imported and made before this test: to free memory, an engine collects all garbage.
+@pytest.fixture(autouse=True, scope="module")
+def _stays_frozen():
+    """An engine of continuous batches makes Python look at all objects again whenever it frees its cache.
 
-    An engine of continuous batches makes Python look at all objects again whenever it frees its cache, and then
-    collects several times: that was most of the time of such a test.
+    It then collects several times, which was most of the time of such a test. For a module, since its engines are
+    closed after its last test.
     """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _frozen():
+    """So is what was imported and made before this test: to free memory, an engine collects all garbage."""
     gc.freeze()
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture(scope="session")
