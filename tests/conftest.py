@@ -2,6 +2,7 @@ import functools
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -47,6 +48,7 @@ def _no_site_file(tmp_path_factory):
 
 TIERS = ("slurm", "containers", "local", "models", "docs", "files", "unit")
 """The folders of the tests, the slowest first, so that none runs alone at the end."""
+MODELS = Path(__file__).with_name("models")
 
 
 def pytest_collection_modifyitems(items):
@@ -66,6 +68,25 @@ def pytest_collection():
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Let workers that take the tests that wait collect none with models, when all tests are run.
+
+    Others have run these before such a worker is done; to collect them takes it five seconds of a processor.
+    """
+    from tests.support.scheduling import waits
+
+    n_workers, all_tests = node.workerinput["workercount"], pytest.Config.ArgsSource.TESTPATHS
+    is_spared = node.config.args_source is all_tests and waits(node.gateway.id, n_workers) and n_workers > 1
+    node.workerinput["models"] = not is_spared
+
+
+def pytest_ignore_collect(collection_path, config):
+    if collection_path.parent == MODELS and not getattr(config, "workerinput", {"models": True})["models"]:
+        return True
+    return None
 
 
 @pytest.hookimpl(optionalhook=True)
