@@ -74,15 +74,18 @@ dist: $(VENV)/release
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
-# An environment: the pip that comes with Python 3.11 takes 35 s of a processor to choose the packages of the tests, and
-# that of the constraints takes 13 s.
-environment = test -x $(1)/bin/python || \
-  { $(2) -m venv $(1) && $(1)/bin/python -m pip install --quiet --constraint tests/constraints.txt pip; }
+# The pip that comes with Python 3.11 takes 35 s of a processor to choose the packages of the tests, and that of the
+# constraints takes 13 s. It installs into the other environments as well, which have none: to make one takes 7 s.
+pip = $(BIN)/python -m pip --python $(1)/bin/python
+
+$(VENV)/pip: tests/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt pip
+	touch $@
 
 # Python compiles a module when it is first imported: to compile all of PyTorch's would take a minute more. The tests'
 # modules are collected once, beside mypy, so that not each of several processes compiles the same.
-$(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml tests/constraints.txt
-	$(call environment,$(VENV),$(PYTHON))
+$(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml tests/constraints.txt | $(VENV)/pip
 	$(BIN)/python -m pip install --quiet --no-compile --constraint tests/constraints.txt --editable '.[$*]'
 	touch $@
 
@@ -92,15 +95,15 @@ $(VENV)/compiled: $(VENV)/test
 
 # Three packages that vLLM asks for, and does not need for text, may be built for another PyTorch: then it cannot be
 # imported.
-$(VLLM)/test: pyproject.toml tests/vllm/constraints.txt
-	$(call environment,$(VLLM),$(PYTHON))
-	$(VLLM)/bin/python -m pip install --quiet --no-compile --constraint tests/vllm/constraints.txt --editable '.[test-vllm]'
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+$(VLLM)/test: pyproject.toml tests/vllm/constraints.txt | $(VENV)/pip
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv --without-pip $(VLLM)
+	$(call pip,$(VLLM)) install --quiet --no-compile --constraint tests/vllm/constraints.txt --editable '.[test-vllm]'
+	$(call pip,$(VLLM)) uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-$(OLDEST)/test: pyproject.toml tests/oldest.txt
-	$(call environment,$(OLDEST),$(OLDEST_PYTHON))
-	$(OLDEST)/bin/python -m pip install --quiet --no-compile --constraint tests/oldest.txt --editable '.[test-oldest]'
+$(OLDEST)/test: pyproject.toml tests/oldest.txt | $(VENV)/pip
+	test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv --without-pip $(OLDEST)
+	$(call pip,$(OLDEST)) install --quiet --no-compile --constraint tests/oldest.txt --editable '.[test-oldest]'
 	touch $@
 
 clean:
