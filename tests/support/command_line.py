@@ -126,12 +126,14 @@ with socket.socket(fileno=int(sys.argv[1])) as listener:
 
 TYPED = """#!{python} -ISu
 import json, os, socket, sys
+{n_slots_of}
 umask = os.umask(0)
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect({address!r})
     socket.send_fds(connection, [b"x"], [0, 1, 2])
     asked = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ), "umask": umask}}
     asked["first"] = os.path.dirname(sys.executable)  # as the installed program has it
+    asked["n_slots"] = n_slots_of(asked["argv"], asked["cwd"])
     connection.sendall(json.dumps(asked).encode() + b"\\n")
     with connection.makefile() as file:
         file.readline()
@@ -179,7 +181,8 @@ class CommandLine:
         It never starts a Python of its own, whatever the variables, and does not pass on signals.
         """
         path = Path(folder) / "slurmgpu"
-        path.write_text(TYPED.format(python=self._python, address=self._address))
+        given = {"python": self._python, "address": self._address, "n_slots_of": inspect.getsource(n_slots_of)}
+        path.write_text(TYPED.format(**given))
         path.chmod(0o755)
 
     def close(self):
@@ -332,12 +335,13 @@ def n_slots_of(argv, cwd):
     A run by `slurmgpu.map` forks them as well. As programs (see `AS_PROGRAMS`) each takes half a second of a processor
     to import its modules; with SLOTS=programs, as in `make nightly`, all are.
     """
-    if os.environ.get("SLOTS") == "programs":
+    if os.environ.get("SLOTS") == "programs" or argv[:1] not in (["submit"], ["resubmit"], ["run"]):
         return 0
-    path = Path(cwd, "slurmgpu.toml")
-    said = [*argv, *(re.findall(r'"(\w+)"', path.read_text(errors="replace")) if path.is_file() else [])]
-    starts = argv[:1] and argv[0] in ("submit", "resubmit", "run")
-    return 2 if starts and not {"debug", "slurm", "--dry-run"}.intersection(said) else 0
+    path, said = f"{cwd}/slurmgpu.toml", [*argv]
+    if os.path.isfile(path):  # noqa: PTH113 - TYPED has a copy of this, and imports nothing that takes long
+        with open(path, errors="replace") as file:
+            said += file.read().split('"')
+    return 0 if {"debug", "slurm", "--dry-run"}.intersection(said) else 2
 
 
 def read_by_imports(env):
