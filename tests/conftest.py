@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from slurmgpu.code import imported_modules
+from slurmgpu.plan.site_file import OF_THE_SHELL
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
 from tests.support import command_line, fsyncs
 from tests.support.images import apptainer, normal_user  # noqa: F401
@@ -40,8 +41,10 @@ def _fsyncs():
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_site_file(tmp_path_factory):
-    """A developer's own site file changes no test."""
+    """A developer's own site file, and variables that stand for one, change no test."""
     with pytest.MonkeyPatch.context() as patch:
+        for name in OF_THE_SHELL:
+            patch.delenv(name, raising=False)
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
 

@@ -1,7 +1,7 @@
 """The site file: settings for all of a user's runs on a cluster, and profiles of them by name.
 
-A group that shares an installation may have one, too, which the user's overrides. Run files override both, a chosen
-profile overrides run files, and options override all.
+A group that shares an installation may have one, too, which the user's overrides; what sbatch reads in the user's
+environment is below both. Run files override them, a chosen profile overrides run files, and options override all.
 
 docs/how-to/site-file.md shows one; `slurmgpu init --site` writes one.
 """
@@ -43,6 +43,14 @@ from slurmgpu.util.users import expanded
 
 TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""
+
+OF_THE_SHELL = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+}
+"""Variables of sbatch's, by which many users choose who pays, and where; Slurm sets none of them for a job."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ def group_path() -> Path:
 
 
 def read_site() -> dict[str, Any]:
-    """The tables of the site files, with only the keys that they set; empty without a site file."""
+    """The tables of the site files, over the user's variables, with only the keys that they set."""
     tables: dict[str, Any] = {}
     for _, site in _sites():
         tables = merge_tables(tables, site)
@@ -152,8 +160,10 @@ def _site_files() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _sites() -> list[tuple[Path, dict[str, Any]]]:
-    """The same with the tables of `read_site`."""
-    return [(path, _tables(SiteFile, value, path, str(path))) for path, value in _site_files()]
+    """The same with the tables of `read_site`, behind a table for each of the user's variables, under its name."""
+    told = {name: text for name in OF_THE_SHELL if (text := os.environ.get(name))}
+    shell = [(Path(name), {"slurm": {OF_THE_SHELL[name]: text}}) for name, text in told.items()]
+    return shell + [(path, _tables(SiteFile, value, path, str(path))) for path, value in _site_files()]
 
 
 def _profiles() -> dict[str, tuple[Path, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ def _partitions(rows: Sequence[Sequence[str]]) -> list[Partition]:
 
 
 def _accounts(cluster: str | None) -> tuple[list[str], list[str]]:
-    """Accounts of this user, the default one first, and QOSes.
+    """Accounts of this user, the one in SBATCH_ACCOUNT or else the default one first, and QOSes.
 
     Clusters may share an accounting database: only what the user has on this one counts.
     """
@@ -90,5 +91,5 @@ def _accounts(cluster: str | None) -> tuple[list[str], list[str]]:
     except SlurmUnavailableError:
         return [], []
     accounts, qos = [row["Account"] for row in rows], [name for row in rows for name in row["QOS"].split(",")]
-    default = [account for account in default if account in accounts]
+    default = [account for account in (os.environ.get("SBATCH_ACCOUNT"), *default) if account in accounts]
     return list(dict.fromkeys([*default, *accounts])), sorted(filter(None, set(qos)))

@@ -190,6 +190,28 @@ def test_an_image_on_the_command_line_is_relative_to_the_working_directory(proje
     assert f"{folder}/elsewhere/no.sif" in done.stderr
 
 
+def test_what_sbatch_reads_in_the_environment_is_below_all_files(project, site, monkeypatch):
+    path = project(8, slurm={"partition": "file"}) / "slurmgpu.toml"
+    site('[slurm]\nqos = "site"\n')
+    told = {"ACCOUNT": "own", "PARTITION": "own", "QOS": "own", "RESERVATION": "", "TIMELIMIT": "5"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    assert read_run_file(path).slurm == {"account": "own", "partition": "file", "qos": "site"}
+    assert origins(path, {})["slurm"] == {
+        "account": {"value": "own", "from": "SBATCH_ACCOUNT"},
+        "partition": {"value": "file", "from": "slurmgpu.toml"},
+        "qos": {"value": "site", "from": "site.toml"},
+    }
+
+
+@pytest.mark.slurm
+def test_the_account_in_the_environment_is_the_one_that_slurm_is_asked_for(cluster, project, slurmgpu):
+    folder = project(8)
+    done = slurmgpu("submit", "--device", "cpu", cwd=folder, expect=2, SBATCH_ACCOUNT="nobodys")
+    assert "Invalid account" in done.stderr
+    assert not (folder / "run").exists()
+
+
 @pytest.mark.slurm
 def test_init_site_writes_what_slurm_says_and_never_overwrites(cluster, slurmgpu, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

@@ -55,7 +55,7 @@ def test_four_tasks_by_the_scripts_of_the_dry_run_make_one_verified_file(project
     assert "#SBATCH --array=0-3%4" in dry.stdout
     assert "#SBATCH --time=00:05:00" in dry.stdout
     # Typed within another job, the command does not hand that job on.
-    foreign = {"SLURM_JOB_ID": "99999", "SBATCH_PARTITION": "nowhere", "SLURM_CPUS_PER_TASK": "64", "SRUN_DEBUG": "7"}
+    foreign = {"SLURM_JOB_ID": "99999", "SBATCH_TIMELIMIT": "none", "SLURM_CPUS_PER_TASK": "64", "SRUN_DEBUG": "7"}
     done = slurmgpu(*WAIT, "--gpus", "4", cwd=folder, expect=0, **foreign)
     texts = [path.read_text() for path in (folder / "run" / "logs").glob("*_submission.sh")]
     [written] = [text for text in texts if "--array" in text]
