@@ -313,13 +313,15 @@ def test_where_no_task_has_begun_the_logs_are_named_if_there_are_any(ended_run, 
         path.unlink()
     if wrote:
         (ended_run.logs / "4711_0_0_log.err").write_text("module: command not found\n")
+    logs = f": slurmgpu logs {ended_run.folder} lists what their jobs wrote\n"
+    advice = f"no task has started{logs if wrote else ', and no job could write a log: if they ended at once, '}"
+    show_status(read_status(ended_run, [], now=NOW))  # as where the nodes lack the folder, so that the merge fails, too
+    assert advice in capsys.readouterr().err
     ended_run.record_submission({"submission": 1, "state": "ended"})
     report = report_of(ended_run, accounting=accounting)
     show_status(read_status(ended_run, [], now=NOW))
     show_report(report)
     told = capsys.readouterr()
-    where = f": slurmgpu logs {ended_run.folder} lists what their jobs wrote" if wrote else ""
-    advice = f"no task has started{where}\n"
     assert advice in told.out
     assert advice in told.err
     assert (f"failed without a record: 1 crash; slurmgpu report {ended_run.folder} names them" in told.out) == bool(

@@ -17,6 +17,7 @@ from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.status import StatusAttempt
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Usage
+from slurmgpu.run.submissions import is_of_processes
 from slurmgpu.util.amounts import rate_of, some_of
 from slurmgpu.util.ansi import plain
 
@@ -113,10 +114,17 @@ def show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequence
 
 
 def none_began(run_dir: str) -> str:
-    """What to say of a run of which no task has started: where its jobs wrote, if they did."""
+    """What to say of a run of which no task has started: where its jobs wrote, or why they may not even have."""
     run = Run.open(Path(run_dir))
-    wrote = f": slurmgpu logs {run.typed} lists what their jobs wrote" if attempts_with_logs(run) else ""
-    return f"no task has started{wrote}"
+    if attempts_with_logs(run):
+        return f"no task has started: slurmgpu logs {run.typed} lists what their jobs wrote"
+    lines = run.submissions()
+    if not lines or is_of_processes(lines[-1]):
+        return "no task has started"
+    return (
+        "no task has started, and no job could write a log: if they ended at once, their nodes may lack this folder, "
+        "which has to lie on a file system that they share with this machine"
+    )
 
 
 def show_rest(count: int, where: str, shown: int = MAX_LISTED) -> None:

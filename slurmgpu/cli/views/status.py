@@ -47,7 +47,8 @@ def show_status(status: Status, max_rows: int = MAX_ATTEMPTS) -> None:
     for line in lines[:MAX_LISTED]:
         result(line)
     show_rest(len(lines), "status --json lists them")
-    if status["state"] == "incomplete" and not status["attempts"]:
+    is_over = status["state"] == "ended" and status["at_work"] is False and not status["cancelled"]
+    if (is_over or status["state"] == "incomplete") and not status["attempts"]:
         say(none_began(status["run_dir"]))
     if command := next_command(status):
         say(f"next: {command}")
