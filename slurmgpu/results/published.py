@@ -107,7 +107,7 @@ class RunRows:
         plan, self._verified = self.run.plan, dict[Path, Identity]()
         self.columns: dict[str, Column] = columns_from_json(plan.columns)
         self.merged = _open_merged(self.run, self.verify)
-        self._files = self.run.shard_files() if exists(self.run.shards) else {}
+        self._files = self.run.shard_files()
         self._kinds = np.zeros(plan.n_shards, np.int8)
         self._kinds[list(self._files)] = _FILE
         if self.merged is not None:

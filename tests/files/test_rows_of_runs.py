@@ -4,9 +4,10 @@ import tracemalloc
 
 import pytest
 
+from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.merge import merge
-from slurmgpu.results.published import RunRows
+from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.shards.columns import Array, Text, convert_row
 from slurmgpu.shards.shard_file import write_shard
 from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
@@ -44,6 +45,43 @@ def test_rows_of_merged_file_and_of_later_shards_come_in_input_order(tmp_path):
     for start, stop in [(3, 17), (0, 1), (22, 23), (9, 16), (10, 15), (-3, None), (5, 5), (20, 999)]:
         expected = [index for index in there if index in range(N_ITEMS)[start:stop]]
         assert told(run, start, stop)[0] == expected
+
+
+def test_the_row_of_a_failed_item_has_no_values(tmp_path):
+    """Its columns hold zeros and empty texts in the file."""
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0])
+    merge(run)
+    publish(run, 2, ROWS[10:15])
+    with RunRows(run) as rows:
+        failed = [each for each in rows.rows() if each.error]
+    assert [(each.index, dict(each)) for each in failed] == [
+        (index, {"twice": None, "word": None}) for index in (3, 10)
+    ]
+    with pytest.raises(KeyError, match="Did you mean 'word'"):
+        failed[0]["wrod"]
+
+
+@pytest.mark.parametrize("shards", [[], [0], [4], [0, 4], [1, 3]])
+def test_the_number_of_rows_is_known_whichever_shards_are_there(tmp_path, shards):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=shards)
+    with RunRows(run) as rows:
+        assert len(rows) == len(list(rows.rows()))
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_a_shard_that_is_set_aside_meanwhile_is_read_from_merged_file_or_counts_as_missing(tmp_path, is_merged):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS)
+    again = [{"twice": -1, "word": "again"} if isinstance(each, str) else each for each in ROWS[5:10]]
+    path = publish(run, 1, again, revision=1)
+    if is_merged:
+        merge(run)
+    with RunRows(run) as rows:
+        path.unlink()
+        if not is_merged:
+            run.revision_path(1, 0).unlink()
+        found = [each.error or dict(each.values) for each in rows.rows(5, 10)]
+        assert (found, rows.problems) == (again if is_merged else [], [])
+        assert len(rows) == N_ITEMS - 5 * (not is_merged)
 
 
 def test_a_later_revision_counts_and_a_damaged_one_gives_way_to_the_rows_before_it(tmp_path):
@@ -143,8 +181,11 @@ def test_a_changed_byte_of_merged_file_is_found_before_its_row_is_returned(tmp_p
     with Reader(run.merged) as reader:
         [twice] = [region for region in read_userblock(reader)[0]["datasets"] if region[0] == "twice"]
     at = twice[3] + 6 * 8
-    with changed(run.merged, at, b"\x0d"), pytest.raises(SlurmGPUError, match="checksum of twice of shard 1"):
-        told(run, 5, 8)
+    with changed(run.merged, at, b"\x0d"):
+        with pytest.raises(SlurmGPUError, match="checksum of twice of shard 1"):
+            told(run, 5, 8)
+        with results.open(run.merged) as merged, pytest.raises(SlurmGPUError, match="checksum of twice of shard 1"):
+            list(FileRows(merged).blocks(5, 8))
 
 
 def test_memory_is_bounded_by_a_block_not_by_the_run(tmp_path):
