@@ -464,12 +464,19 @@ def test_rows_of_shards_that_are_gone_from_a_damaged_merged_file_are_named(run):
     check_one_truth(run)
 
 
-@pytest.mark.parametrize("shards", [None, {"1": [1, ""]}, {"1": [1, "7:6"]}, {"1": [0, "6"]}, {"1": [1, [[6, 7]]]}])
-def test_a_damaged_list_of_what_is_computed_again_is_told_in_a_sentence(run, shards):
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"shards": shards} for shards in (None, {"1": [1, ""]}, {"1": [1, "7:6"]}, {"1": [0, "6"]}, {"1": [1, [6]]})),
+        {"version": 1},
+        {"format": "slurmgpu plan"},
+    ],
+)
+def test_a_damaged_list_of_what_is_computed_again_is_told_in_a_sentence(run, change):
     publish(run, 1, failed={6})
     write_recompute(run.folder, failed_again(run, 2))
     said = json.loads(recompute_path(run.folder).read_text())
-    recompute_path(run.folder).write_text(json.dumps({**said, "shards": shards}))
+    recompute_path(run.folder).write_text(json.dumps({**said, **change}))
     with pytest.raises(SlurmGPUError, match=r"recompute.json is damaged .* that loses no row"):
         read_recompute(run.folder)
 

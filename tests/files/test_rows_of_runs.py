@@ -47,6 +47,24 @@ def test_rows_of_merged_file_and_of_later_shards_come_in_input_order(tmp_path):
         assert told(run, start, stop)[0] == expected
 
 
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_rows_of_a_part_of_the_input_are_found_by_their_indices_in_it(tmp_path, is_merged):
+    ranges = [(3, 10), (20, 25), (40, 51)]
+    its_input = {"format": "jsonl", "files": [], "columns": None, "n_items": N_ITEMS, "stride": 1}
+    its_input |= {"ranges": ranges, "folders": [], "repacked": False}
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0, 1, 3, 4], input=its_input, look="look")
+    if is_merged:
+        merge(run)
+    number_of = {index: number for number, index in enumerate(i for each in ranges for i in range(*each))}
+    there = [index for index, number in number_of.items() if number not in range(10, 15)]
+    assert told(run) == (there, [ROWS[number_of[index]] for index in there], [])
+    for start, stop in [(0, 4), (9, 21), (10, 20), (24, 41), (44, None), (50, 99)]:
+        assert told(run, start, stop)[0] == [index for index in there if index in range(start, stop or 99)]
+    with RunRows(run) as rows:
+        assert rows.present() == [(3, 10), (20, 23), (43, 51)]
+        assert rows.present(8, 45) == [(8, 10), (20, 23), (43, 45)]
+
+
 def test_the_row_of_a_failed_item_has_no_values(tmp_path):
     """Its columns hold zeros and empty texts in the file."""
     run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0])
