@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.spec import InputSpec
-from slurmgpu.util.atomic_files import fsync_dir
 from slurmgpu.util.shared_files import open_file, retried
 
 MAGIC = b"slgpuidx"
@@ -53,15 +52,13 @@ class IndexWriter:
         self.n_items += len(offsets)
 
     def publish(self, digest: str) -> None:
-        """Fill in the header, fsync, and rename the file."""
+        """Fill in the header, and rename the file; `create_run` fsyncs it when it moves it into the run directory."""
         n_offsets = -(-self.n_items // self._stride)
         self._file.seek(0)
         self._file.write(_HEADER.pack(MAGIC, VERSION, self._stride, self._n_files, n_offsets, bytes.fromhex(digest)))
         self._file.write(np.array(self._begins, dtype="<i8").tobytes())
         self._file.flush()
-        os.fsync(self._file.fileno())
         self._partial.replace(self._path)
-        fsync_dir(self._path.parent)
 
 
 def _opened(path: Path) -> tuple[BinaryIO, bytes, int]:

@@ -349,6 +349,7 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
                 make_folder(partial / file.name)
                 for inner in sorted(file.iterdir()):
                     move(inner, partial / file.name / inner.name)
+                fsync_dir(partial / file.name)
             else:
                 move(file, partial / file.name)
         text = json.dumps(private.keep(partial, private.PLAN, plan.to_json()), indent=2, ensure_ascii=False) + "\n"

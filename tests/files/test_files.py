@@ -4,11 +4,14 @@ import errno
 import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
 
+from slurmgpu.run.directory import create_run
 from slurmgpu.shards.names import partial_name, partials_of
 from slurmgpu.util.atomic_files import FULL, beside, partial_path, write_bytes, write_json_text, write_new
+from tests.support.runs import planned_run
 
 
 def half_of_it(path):
@@ -65,6 +68,22 @@ def test_a_new_file_reaches_the_disk_before_its_name_does_and_replaces_no_other(
     assert not write_new(path, b"second")
     assert path.read_bytes() == b"first"
     assert os.listdir(tmp_path) == ["run.toml"]
+
+
+def test_all_of_a_run_reaches_the_disk_before_its_name_does(tmp_path, monkeypatch):
+    plan = planned_run(tmp_path / "other").plan
+    index, folder = tmp_path / "input.idx", tmp_path / "input"
+    index.touch()
+    folder.mkdir()
+    (folder / "00000.parquet").touch()
+    steps, rename = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name))  # noqa: PTH115
+    monkeypatch.setattr(os, "replace", lambda source, target: (rename(source, target), steps.append(target.name)))
+    create_run(tmp_path / "run", plan, [index, folder])
+    before, after = steps[: steps.index("run")], steps[steps.index("run") + 1 :]
+    assert {"input.idx", "00000.parquet", "input", "run.json"} <= {*before}
+    assert before.index("00000.parquet") < before.index("input")
+    assert after == [tmp_path.name]
 
 
 def test_a_file_that_another_process_writes_meanwhile_is_not_replaced_by_a_new_one(tmp_path, monkeypatch):
