@@ -14,6 +14,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, Reader, find, records, scan
+from slurmgpu.inputs.lines import LineRows
 
 
 def put(folder: Path, **files: str | bytes) -> None:
@@ -363,6 +364,36 @@ def test_an_input_that_changed_is_refused(folder: Path, change: Callable[[Path],
             reader.check_some_files()
         with pytest.raises(SlurmGPUError, match=f"The input has changed since the run was planned: .*{words}"):
             reader.read(0, 1)
+
+
+def test_nothing_is_read_from_a_file_that_has_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapped file that was truncated would kill the process."""
+    put(folder, a_txt="x\ny\n")
+    spec = plan(folder)
+    with Reader(spec, folder.with_name("index")) as reader:
+        reader.read(0, 1)
+        put(folder, a_txt="x\n")
+        monkeypatch.setattr(LineRows, "read", lambda *given: pytest.fail("it was read"))
+        with pytest.raises(SlurmGPUError, match="The input has changed since the run was planned"):
+            reader.read(1, 2)
+
+
+def test_rows_of_a_file_that_changed_while_it_was_read_are_not_returned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(folder, a_txt="x\ny\n")
+    spec, read = plan(folder), LineRows.read
+
+    def changing(rows: LineRows, start: int, stop: int) -> object:
+        put(folder, a_txt="other\nlines\n")
+        return read(rows, start, stop)
+
+    monkeypatch.setattr(LineRows, "read", changing)
+    with (
+        Reader(spec, folder.with_name("index")) as reader,
+        pytest.raises(SlurmGPUError, match="The input has changed since the run was planned"),
+    ):
+        reader.read(0, 2)
 
 
 def test_a_reader_of_many_files_asks_for_those_that_it_reads_and_for_a_few_others(

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import Reader, find, scan
+from slurmgpu.inputs import Reader, concatenate, find, promise, scan
 from slurmgpu.merge.join import Source, join
 from slurmgpu.shards.columns import Array, Ragged, Text
 from slurmgpu.shards.piece_table import pieces_of
@@ -161,6 +161,22 @@ def test_the_merged_file_of_an_incomplete_run_is_refused(tmp_path: Path) -> None
     write_results(tmp_path / "a.h5", 0, 5, n_items=6)
     with pytest.raises(SlurmGPUError, match="its run is incomplete"):
         scan(find("a.h5", tmp_path), tmp_path / "index", stride=2)
+
+
+def test_a_file_that_was_waited_for_has_to_be_the_one_that_its_run_promised(tmp_path: Path) -> None:
+    expected = write_results(tmp_path / "a.h5", 0, 5)
+
+    def read(*, n_items: int = 5, fingerprint: str = "f") -> list[dict[str, Any]]:
+        columns = ["index", "score", "vector", "text", "lengths"]
+        promised = promise(tmp_path / "a.h5", n_items=n_items, columns=columns, fingerprint=fingerprint, stride=2)
+        spec = concatenate([promised], tmp_path / "index")
+        with Reader(spec, tmp_path / "index") as reader:
+            return [plain(item) for item in reader.read(0, n_items)]
+
+    assert read() == expected
+    for given in ({"n_items": 4}, {"fingerprint": "g"}):
+        with pytest.raises(SlurmGPUError, match=r"a\.h5 has 5 rows of plan f; expected .*, which this run waited for"):
+            read(**given)
 
 
 def test_an_h5_file_of_someone_else_is_refused(tmp_path: Path) -> None:
