@@ -1,0 +1,154 @@
+"""What a submission writes before and after something is queued, and what a merge does next."""
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
+from slurmgpu.executors import submission
+from slurmgpu.executors.interface import Started
+from slurmgpu.run.submissions import Submission
+from tests.support.pretend_runs import pretend_run
+
+NEXT = Submission(2, "spool", "cpu", n_tasks=1, n_concurrent=1, gpus_per_task=0)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose only submission has ended."""
+    run = pretend_run(tmp_path / "run", 10_000, n_tasks=1)
+    run.record_submission({"submission": 1, "state": "ended"})
+    return run
+
+
+def submit(run, monkeypatch, *, start=lambda: None, queues=True, tell=None):
+    """Submit a run whose executor does this to start; what is written when it starts."""
+    seen = []
+
+    def start_seen(run, its):
+        seen.append(run.last_submission())
+        start()
+        return Started({"state": "queued", "spool_job": 3})
+
+    fits = {"fit": lambda its, container: (its, ["fitted"]), "place": lambda run, its: {"spool": "/var/spool"}}
+    spool = SimpleNamespace(queues=queues, start=start_seen, **fits)
+    monkeypatch.setattr(submission, "executor_named", lambda name: spool)
+    return submission.start(run, lambda lock: (NEXT, ["prepared"]), tell=tell), seen
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_submission_is_recorded_and_told_before_anything_is_queued(run, monkeypatch, tells):
+    told = []
+    start = lambda: told.append("starts")  # noqa: E731
+    outcome, [seen] = submit(run, monkeypatch, start=start, tell=told.append if tells else None)
+    assert (seen["submission"], seen["state"], seen["spool"]) == (2, "submitting", "/var/spool")
+    assert run.last_submission() == {**seen, "state": "queued", "spool_job": 3}
+    assert outcome.jobs == {"spool_job": 3}
+    assert told == (["prepared", "fitted", "starts"] if tells else ["starts"])
+    assert outcome.notes == (() if tells else ("prepared", "fitted"))
+
+
+@pytest.mark.parametrize(
+    ("error", "queues", "state"),
+    [
+        (SlurmGPUError("No such partition."), True, "refused"),
+        (NoAnswerError("Slurm takes no jobs.", is_silent=True), True, "refused"),
+        (MayBeQueuedError("Slurm did not answer."), True, "submitting"),  # a job may be there
+        (KeyboardInterrupt(), True, "submitting"),
+        (SlurmGPUError("This machine has no GPU."), False, "submitting"),
+    ],
+)
+def test_only_a_submission_of_which_nothing_is_queued_is_recorded_as_refused(run, monkeypatch, error, queues, state):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)):
+        submit(run, monkeypatch, start=fail, queues=queues)
+    last = run.last_submission()
+    assert (last["submission"], last["state"]) == (2, state)
+    assert last.get("message") == (str(error) if state == "refused" else None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only sleeping moves; the pauses."""
+    pauses, begin = [], time.monotonic()
+    monkeypatch.setattr(submission.time, "sleep", pauses.append)
+    monkeypatch.setattr(submission.time, "monotonic", lambda: begin + sum(pauses))
+    return pauses
+
+
+@pytest.mark.parametrize(
+    ("error", "n_times"),
+    [
+        (NoAnswerError("Slurm is being restarted.", is_silent=True), 2),
+        (NoAnswerError("There is no Slurm.", is_absent=True), 1),
+        (MayBeQueuedError("Slurm did not answer.", is_silent=True), 1),  # a second job would compute the same
+        (SlurmGPUError("No such partition."), 1),
+    ],
+)
+def test_only_what_was_certainly_not_done_is_asked_of_slurm_again(clock, error, n_times):
+    asked = []
+
+    def ask():
+        asked.append(1)
+        if len(asked) < 2:
+            raise error
+        return "done"
+
+    with pytest.raises(type(error)) if n_times == 1 else contextlib.nullcontext():
+        assert submission._once_answered(ask) == "done"
+    assert len(asked) == n_times
+
+
+def test_a_slurm_that_stays_silent_is_asked_for_ten_minutes(clock):
+    def ask():
+        raise NoAnswerError("Slurm is being restarted.", is_silent=True)
+
+    with pytest.raises(NoAnswerError):
+        submission._once_answered(ask)
+    assert clock[:6] == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+    assert submission.SILENCE_S < sum(clock) <= submission.SILENCE_S + submission.MAX_PAUSE_S
+
+
+def test_later_submissions_that_a_killed_process_left_are_recorded_as_refused(run):
+    first = run.submissions()[0]
+    for number, state in enumerate(("submitting", "submitting", "queued"), 2):
+        run.record_submission({**first, "submission": number, "state": state})
+    submission._refuse_lost(run, 2)
+    assert [line["state"] for line in run.submissions()] == ["ended", "submitting", "refused", "queued"]
+    assert run.submissions()[2]["message"] == "the process that submitted it was killed"
+
+
+@pytest.mark.parametrize(
+    ("newest", "refused"),
+    [
+        ({"submission": 3, "state": "queued", "pids": [7]}, "Another process has resubmitted"),
+        ({"submission": 3, "state": "ended", "pids": [7]}, None),
+        ({"submission": 3, "state": "queued"}, None),  # of Slurm: it has GPUs of its own
+        ({"submission": 2, "state": "queued", "pids": [7]}, None),
+    ],
+)
+@pytest.mark.parametrize("alive", [None, "a task elsewhere is alive"])
+def test_two_submissions_on_this_machine_share_no_gpus(run, monkeypatch, newest, refused, alive):
+    monkeypatch.setattr(submission, "others_alive", lambda run, own: alive)
+    monkeypatch.setattr(submission, "_next", lambda run, round_: f"round {round_}")
+    run.record_submission({**run.submissions()[0], **newest})
+    if refused or alive:
+        with pytest.raises(SlurmGPUError, match=refused or alive):
+            submission._next_here(run, NEXT)
+    else:
+        assert submission._next_here(run, NEXT) == "round 1"
+
+
+def test_a_merge_job_by_hand_is_that_of_the_submissions_that_have_none(run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NAME", "merge-judge")
+    first = {key: value for key, value in run.submissions()[0].items() if key != "merge_job"}
+    given = ({}, {"merge_job": "5"}, {"state": "ended"}, {"by_hand": False})
+    for number, more in enumerate(given, 2):
+        run.record_submission({**first, "by_hand": True, "state": "queued", "submission": number, **more})
+    submission._record_merge_job(run, "99")
+    jobs = [(line.get("merge_job"), line.get("merge_name")) for line in run.submissions()[1:]]
+    assert jobs == [("99", "merge-judge"), ("5", None), (None, None), (None, None)]
