@@ -382,9 +382,12 @@ def _former_summary(run: Run, report: Report) -> Mapping[str, Any] | None:
         former = read_report(run)
     except SlurmGPUError:
         return None  # damaged; this merge writes it again
-    names: Sequence[Literal["fingerprint", "n_rows", "missing", "errors"]]
-    names = ("fingerprint", "n_rows", "missing", "errors")
+    names: Sequence[Literal["fingerprint", "n_rows", "missing", "n_errors", "errors"]]
+    names = ("fingerprint", "n_rows", "missing", "n_errors", "errors")  # not all errors are listed
     if former is None or any(former[name] != report[name] for name in names):
+        return None
+    its, now = ([(each["digest"], each["items"]) for each in of["code"]] for of in (former, report))
+    if its != now:  # other code has computed rows anew
         return None
     found = former["summary"]
     if not found or found.keys() == {"error"}:

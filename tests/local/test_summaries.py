@@ -78,9 +78,22 @@ def test_code_that_cannot_be_used_costs_neither_the_merge_nor_the_summary_that_w
     assert report(folder)["summary"] == {"sum": 84, "n_failed": 0}
     assert "w.py was changed" in again.stderr
     path = folder / "run" / "report.json"
-    path.write_text(json.dumps({**report(folder), "n_rows": 5}))  # of other rows
-    slurmgpu("merge", "run", cwd=folder, expect=0)
-    assert "w.py was changed" in report(folder)["summary"]["error"]
+    former = report(folder)
+    for change in ({"n_rows": 5}, {"n_errors": 1}, {"fingerprint": "f"}):  # of other rows
+        path.write_text(json.dumps({**former, **change}))
+        slurmgpu("merge", "run", cwd=folder, expect=0)
+        assert "w.py was changed" in report(folder)["summary"]["error"]
+
+
+def test_the_summary_of_rows_that_other_code_has_computed_since_is_not_kept(ran, slurmgpu):
+    folder, _ = ran("Sum")
+    code = WORKLOAD.replace("len(item", "-len(item").replace(
+        "return {", "raise ValueError('no longer')\n        return {"
+    )
+    (folder / "w.py").write_text(code)
+    again = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=0)
+    assert "the summary of an earlier merge" not in again.stderr
+    assert report(folder)["summary"] == {"error": "ValueError: no longer"}
 
 
 def test_a_workload_without_a_summary_is_not_imported_by_the_merge(ran, slurmgpu):
