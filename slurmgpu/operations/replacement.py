@@ -70,13 +70,12 @@ def room(folder: Path, kind: str) -> Iterator[None]:
         replace(folder, aside)  # with its lock, which tells who left it if this process is killed
     try:
         yield
-    except BaseException:
-        if not exists(folder):
+    finally:
+        if exists(folder):
+            shutil.rmtree(aside, ignore_errors=True)  # on NFS what is open elsewhere stays until it is closed
+        else:
             remove(aside / RUN_LOCK)
             replace(aside, folder)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # on NFS what is open elsewhere stays until it is closed
 
 
 def remove_left(folder: Path) -> None:

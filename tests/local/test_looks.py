@@ -171,6 +171,20 @@ def test_a_look_stays_if_the_next_one_is_refused(looking, monkeypatch):
     assert [path.name for path in first.folder.parent.iterdir() if "look" in path.name] == ["run-look"]
 
 
+def test_a_look_that_cannot_be_put_back_is_not_removed(looking, monkeypatch):
+    first, rename = looking("0:2"), replacement.replace
+
+    def fail(source, target):
+        return rename(source, target) if source == first.folder else refuse("The disk fails.")
+
+    monkeypatch.setattr(submit, "start", lambda *_, **__: refuse("Slurm refuses it."))
+    monkeypatch.setattr(replacement, "replace", fail)
+    with pytest.raises(SlurmGPUError, match="The disk fails"):
+        looking("4:7")
+    [aside] = [path for path in first.folder.parent.iterdir() if "run-look" in path.name]
+    assert package.open(aside / "merged.h5").index[:].tolist() == [0, 1]
+
+
 def test_a_look_that_is_just_being_made_is_not_replaced(looking, monkeypatch):
     made = looking("0:2").folder
     (made / "submissions.jsonl").unlink()
