@@ -269,6 +269,15 @@ def test_a_shard_that_was_set_aside_and_is_whole_is_taken_back(run):
     check_one_truth(run)
 
 
+def test_a_shard_that_was_set_aside_and_is_still_damaged_is_not_taken_back(run, caplog):
+    path = publish_all(run)[2]
+    path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):
+        assert [hole["shard"] for hole in merge(run)["missing"]] == [2]
+    assert "is used again" not in caplog.text
+    assert caplog.text.count("shard 2 is not merged") == 1
+
+
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder", "huge", "empty"])
 def test_what_is_no_shard_at_all_is_set_aside_without_waiting(run, kind, tmp_path):
     publish_all(run)
@@ -406,6 +415,20 @@ def test_no_error_takes_the_place_of_a_good_row(run):
     publish(run, 3, sign=-1)
     assert merge(run)["n_errors"] == 0
     assert merged_rows(run) == {**ALL_GOOD, **{i: -2 * i for i in range(15, 20)}}
+
+
+def test_good_rows_that_are_damaged_in_merged_file_are_not_kept_and_that_is_told(run, caplog):
+    publish_all(run)
+    merge(run)
+    content = bytearray(run.merged.read_bytes())
+    content[content.index(np.arange(10, 20, 2, dtype="<i8").tobytes())] ^= 1  # `twice` of shard 1
+    run.merged.write_bytes(content)
+    run.shard_path(1).unlink()
+    publish(run, 1, failed={6})
+    assert merge(run)["n_errors"] == 1
+    assert "rows of shard 1 in merged.h5 cannot be kept: the checksum of twice" in caplog.text
+    assert merged_rows(run) == {**ALL_GOOD, 6: None}
+    check_one_truth(run)
 
 
 def test_a_revision_keeps_the_notes_and_names_as_its_own_the_rows_that_it_replaced(run):
