@@ -9,7 +9,7 @@ from pathlib import Path
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import BriefRecord
 from slurmgpu.run.submissions import SubmissionLine
-from slurmgpu.util.pids import DEAD, are_numbered_here, is_there, look
+from slurmgpu.util.pids import DEAD, are_numbered_here, look, runs
 
 SILENT_S = 30.0
 """How long an attempt may write nothing, even if leases are shorter: it writes every three seconds."""
@@ -80,12 +80,9 @@ def _lives(pid: int, began: int | None, submitted: float) -> bool | None:
     `began` is its start in ticks since boot. Without it, the clock tells whether the process is older than the
     submission; if the clock was set forward or the machine paused, a live process looks dead.
     """
-    seen = look(pid)
-    if seen is None:
-        return None if is_there(pid) else False
+    if began is not None or (seen := look(pid)) is None:
+        return runs(pid, began)
     state, ticks = seen
-    if began is not None:
-        return state not in DEAD and ticks == began
     uptime = float(Path("/proc/uptime").read_bytes().split()[0])
     started = time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
     return state not in DEAD and started < submitted + 60

@@ -87,13 +87,17 @@ def lives(other: Mapping[str, object]) -> bool | None:
     pid = other.get("pid")
     if not are_numbered_here(other) or type(pid) is not int or pid < 1:
         return None
+    return runs(pid, other.get("ticks"))
+
+
+def runs(pid: int, ticks: object) -> bool | None:
+    """Whether the process with this pid, which began at `ticks`, runs; None if that cannot be known."""
     if not is_there(pid):
         return False
     seen = look(pid)
-    if seen is None or other.get("ticks") is None:
+    if seen is None or ticks is None:
         return None  # hidden, or gone since; its pid may be another's now
-    state, ticks = seen
-    return state not in DEAD and ticks == other.get("ticks")
+    return seen[0] not in DEAD and seen[1] == ticks
 
 
 def is_there(pid: int) -> bool:
@@ -109,21 +113,28 @@ def is_there(pid: int) -> bool:
 
 def look(pid: int) -> tuple[bytes, int] | None:
     """A process's state, and its start in ticks since boot; None if it cannot be seen."""
-    fields = _stat(pid)
+    fields = _visible_stat(pid)
     return None if fields is None else (fields[0], int(fields[19]))
 
 
 def parent_of(pid: int) -> int | None:
     """The pid of a process's parent; None if it cannot be seen."""
-    fields = _stat(pid)
+    fields = _visible_stat(pid)
     return None if fields is None else int(fields[1])
 
 
-def _stat(pid: int) -> list[bytes] | None:
-    """The fields of /proc/PID/stat from the state on, the third of proc(5); None if it cannot be seen."""
+def _visible_stat(pid: int) -> list[bytes] | None:
+    """The same as `stat`; None if /proc is of another PID namespace."""
     try:
-        if str(Path("/proc/self").readlink()) != str(os.getpid()):
-            return None  # /proc is of another PID namespace
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # behind the name in parentheses
+        return stat(pid) if str(Path("/proc/self").readlink()) == str(os.getpid()) else None
+    except OSError:
+        return None
+
+
+def stat(pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the state on, the third of proc(5); None if it has ended or is hidden."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()  # behind the name in parentheses, which may hold any
     except OSError:
         return None

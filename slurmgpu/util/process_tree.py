@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from typing import NoReturn
 
+from slurmgpu.util.pids import DEAD, stat
+
 log = logging.getLogger(__name__)
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -121,15 +123,10 @@ def _members(processes: dict[int, _Process], root: int) -> set[int]:
 
 
 def _read(pid: int) -> _Process | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return None  # it has just ended, or is hidden
-    # The command's name, in parentheses, may hold blanks and parentheses itself.
-    fields = text[text.rindex(b")") + 2 :].split()
+    if (fields := stat(pid)) is None:
+        return None
     ticks = sum(int(field) for field in fields[11:15])  # utime, stime, and those of children that it has waited for
-    return _Process(fields[0] in (b"Z", b"X"), int(fields[1]), int(fields[3]), int(fields[21]) * _PAGE, ticks / _TICKS)
+    return _Process(fields[0] in DEAD, int(fields[1]), int(fields[3]), int(fields[21]) * _PAGE, ticks / _TICKS)
 
 
 def leave_with_all(code: int) -> NoReturn:

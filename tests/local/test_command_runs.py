@@ -24,7 +24,18 @@ from slurmgpu.plan.run_file import read_toml
 from slurmgpu.run.directory import create_run
 from slurmgpu.workloads.command import process
 from tests.support.nightly import by_night
-from tests.support.runs import copy_run, datasets, kill_workers, records, report, start, toml, wait_until, workers
+from tests.support.runs import (
+    copy_run,
+    datasets,
+    has_ended,
+    kill_workers,
+    records,
+    report,
+    start,
+    toml,
+    wait_until,
+    workers,
+)
 from tests.support.unprivileged import locked_folder, unprivileged
 
 BODY = """
@@ -697,13 +708,6 @@ def test_a_killed_task_leaves_no_process(tmp_path):
     finally:
         (project / "held").unlink()
         run.communicate(timeout=200)
-
-
-def has_ended(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 @pytest.mark.parametrize("script", ["slice.py", "stream.py", by_night("one.py")])

@@ -20,10 +20,10 @@ from slurmgpu.run.records import Attempt
 from slurmgpu.task.spare_worker import fork_worker
 from slurmgpu.task.worker_process import EXIT_STOPPED
 from slurmgpu.util.forks import Fork
-from slurmgpu.util.pids import DEAD, is_there, look
+from slurmgpu.util.pids import is_there
 from slurmgpu.util.pipes import EXIT_ABANDONED
 from slurmgpu.util.process_tree import living
-from tests.support.runs import planned_run, records, wait_until, workers
+from tests.support.runs import has_ended, planned_run, records, wait_until, workers
 
 HERE = {"executor": "local", "gpus": 0, "overrides": {"html": False}}
 
@@ -205,13 +205,8 @@ def test_what_a_worker_has_started_ends_with_it_when_its_task_is_killed(tmp_path
         assert all(map(is_there, pids))
         worker.stdin.close()  # as the kernel does where the task is killed
         assert worker.wait(200) == EXIT_ABANDONED
-        wait_until(lambda: not any(map(is_running, pids)) and not living(worker.pid), "the end of what it has started")
+        wait_until(lambda: all(map(has_ended, pids)) and not living(worker.pid), "the end of what it has started")
     assert (tmp_path / "tidied").exists()  # what ends by itself had the time for it
-
-
-def is_running(pid):
-    seen = look(pid)
-    return seen is not None and seen[0] not in DEAD
 
 
 SLOTS = """

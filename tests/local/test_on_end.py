@@ -18,7 +18,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import write_json
 from tests.cluster.fixture import leave_out
 from tests.support.pretend_runs import pretend_run
-from tests.support.runs import report, submissions, wait_for_end, wait_until
+from tests.support.runs import has_ended, report, submissions, wait_for_end, wait_until
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -149,7 +149,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path, caplog, monk
     monkeypatch.setattr(on_end, "ON_END_S", 1.0)
     on_end.run_on_end(run, value)
     assert "on_end took longer than 1 s" in caplog.text
-    wait_until(lambda: not _lives(int(told.read_text())), "the end of the child")
+    wait_until(lambda: has_ended(told.read_text()), "the end of the child")
 
 
 @pytest.mark.parametrize(
@@ -240,10 +240,3 @@ def test_on_slurm_the_last_merge_job_posts_and_alone_sends_mail(project, slurmgp
     assert [line for line in mails.read_text().splitlines() if "ada@example.org" in line] == [
         line for line in mails.read_text().splitlines() if f"Job_id={second['merge_job']} " in line
     ]
-
-
-def _lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
+from slurmgpu.util.pids import parent_of
 from tests.support.held_ranks import hold
 from tests.support.runs import (
     check_rows,
@@ -37,19 +37,11 @@ def on_second_node(folder):
     """The launcher of the group's processes there; None while there is none."""
     found = [pid for pid, line in workers(folder, "slurmgpu.worker.group_launcher") if "--node-rank 1" in line]
     # One that is about to become a rank is called as its launcher for a moment.
-    return next((pid for pid in found if parent(pid) not in found), None)
-
-
-def parent(pid):
-    """The process that has started another one; None if that has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
+    return next((pid for pid in found if parent_of(pid) not in found), None)
 
 
 def children(pid):
-    return [worker for worker, _ in workers("slurmgpu.worker.main") if parent(worker) == pid]
+    return [worker for worker, _ in workers("slurmgpu.worker.main") if parent_of(worker) == pid]
 
 
 def test_two_nodes_compute_what_one_process_does(project, slurmgpu):
@@ -78,7 +70,7 @@ def test_a_rank_that_dies_on_the_second_node_is_started_again_and_a_task_that_di
     wait_until(lambda: on_second_node(folder) not in (launcher, None), "a new group")
     (folder / "first").unlink()
     wait_until_held(folder, 3)
-    os.kill(parent(on_second_node(folder)), signal.SIGKILL)
+    os.kill(parent_of(on_second_node(folder)), signal.SIGKILL)
     process.communicate(timeout=250)
     assert process.returncode == 3
     [record] = records(folder)

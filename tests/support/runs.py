@@ -16,6 +16,7 @@ from slurmgpu.run.claims import Claims
 from slurmgpu.run.directory import create_run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.slurm import queue
+from slurmgpu.util.pids import DEAD, look
 from tests.support import command_line
 
 
@@ -159,6 +160,12 @@ def copy_run(folder, copy):
 
 def shard_times(folder):
     return {path.name: path.stat().st_mtime_ns for path in (Path(folder) / "run" / "shards").glob("*.h5")}
+
+
+def has_ended(pid):
+    """Whether a process has ended; its parent may not have waited for it."""
+    seen = look(int(pid))
+    return seen is None or seen[0] in DEAD
 
 
 def workers(folder, module="slurmgpu.worker.main"):

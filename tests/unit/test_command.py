@@ -35,7 +35,7 @@ from slurmgpu.workloads.command import (
     workload,
 )
 from slurmgpu.workloads.command.process import CallFailedError, Child
-from tests.support.runs import wait_until
+from tests.support.runs import has_ended, wait_until
 
 SLICE = "--in", "{in}", "--out", "{out}"
 
@@ -886,13 +886,6 @@ def test_a_process_that_takes_too_long_is_killed_with_what_it_started(one, tmp_p
     assert "took longer than timeout_s = 5" in str(error)
     for pid in (tmp_path / "pids").read_text().split():
         wait_until(lambda pid=pid: has_ended(pid), "the end of what was started")
-
-
-def has_ended(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def test_what_a_process_leaves_behind_ends_with_it_and_holds_nothing_up(one, tmp_path):
