@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.support.command_line import CommandLine
+from tests.support.tiny_heads import CHAT, make_head
 from tests.support.tiny_models import make_llama
 
 MODULES = (
@@ -57,3 +58,16 @@ def slurmgpu(_imported):
 def nothing(tmp_path_factory):
     """The folder of a random model: enough to check settings."""
     return str(make_llama(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def reward_model(tmp_path_factory):
+    """The folder of a Llama with one output, and a chat template."""
+    return str(make_head(tmp_path_factory.mktemp("reward"), num_labels=1, template=CHAT))
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory):
+    """The folder of a BERT of three classes."""
+    labels = {"id2label": {0: "bad", 1: "good", 2: "other"}, "label2id": {"bad": 0, "good": 1, "other": 2}}
+    return str(make_head(tmp_path_factory.mktemp("classifier"), "bert", **labels))

@@ -2,16 +2,16 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.models.source import find_model
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate
+from tests.support.engines import load_on_cpu
 from tests.support.tiny_adapters import make_adapter
 from tests.support.tiny_models import make_llama
 
@@ -55,15 +55,10 @@ def expected(folders):
     return found
 
 
-def loaded(workload):
-    workload.load(TaskContext("cpu", 0, Path()))
-    return workload
-
-
 def test_with_an_adapter_answers_are_those_of_peft(folders, expected):
     model, adapters = folders
     settings = {"model": str(model), "prompt": PREFIX + "{text}", "max_tokens": 8, "precision": "fp32"}
-    workload = loaded(Generate(**settings, adapter=str(adapters["de"])))
+    workload = load_on_cpu(Generate(**settings, adapter=str(adapters["de"])))
     rows = workload([Item(number, {"text": text}) for number, text in enumerate(TEXTS)])
     assert [row["text"] for row in rows] == [expected["de", text][0] for text in TEXTS]
 
@@ -74,7 +69,7 @@ def test_each_item_has_the_adapter_that_its_field_names_whatever_is_in_the_batch
     settings = {"model": str(model), "prompt": PREFIX + "{text}", "precision": "fp32", "adapters": table}
     asked = [(name, text) for text in TEXTS for name in ("fr", None, "de", "")]
     items = [Item(number, {"text": text, "lang": name}) for number, (name, text) in enumerate(asked)]
-    generate = loaded(Generate(**settings, adapter="{lang}", max_tokens=8))
+    generate = load_on_cpu(Generate(**settings, adapter="{lang}", max_tokens=8))
     assert generate.fields >= {"text", "lang"}
     rows = generate([*items, Item(99, {"text": "a", "lang": "es"}), Item(100, {"text": "a"})])
     assert [row["text"] for row in rows[:-2]] == [expected[name or "", text][0] for name, text in asked]
@@ -87,7 +82,7 @@ def test_each_item_has_the_adapter_that_its_field_names_whatever_is_in_the_batch
     keys = [generate.sort_key(item) for item in items]
     assert [name for name, _ in sorted(keys)] == sorted(str(name) for name, _ in asked)
 
-    classify = loaded(Classify(**settings, adapter="{lang}", labels=["y", "n"], choices=["y", "n"]))
+    classify = load_on_cpu(Classify(**settings, adapter="{lang}", labels=["y", "n"], choices=["y", "n"]))
     for row, (name, text) in zip(classify(items), asked, strict=True):
         logits = expected[name or "", text][1]
         np.testing.assert_allclose(row["scores"], np.exp(logits) / np.exp(logits).sum(), atol=1e-4)
@@ -147,7 +142,7 @@ def test_an_adapter_of_another_model_is_refused_with_the_one_that_it_was_trained
     wider = make_llama(tmp_path / "wider", hidden_size=32)
     for other, said in ((deeper, "it lacks base_model.model.model.layers.2"), (wider, "size mismatch")):
         with pytest.raises(SlurmGPUError) as raised:
-            loaded(Generate(model=str(other), prompt="{text}", max_tokens=4, adapter=str(adapters["de"])))
+            load_on_cpu(Generate(model=str(other), prompt="{text}", max_tokens=4, adapter=str(adapters["de"])))
         assert said in str(raised.value)
         assert f"It was trained on {model}." in str(raised.value)
 
@@ -172,7 +167,7 @@ def test_the_plan_has_an_adapters_digest_and_a_task_refuses_another_one(folders,
     assert own in workload.paths
     shutil.copyfile(adapters["fr"] / "adapter_model.safetensors", own / "adapter_model.safetensors")
     with pytest.raises(SlurmGPUError, match=r"has changed since .* adapter_model.safetensors is changed"):
-        loaded(Generate(**{**settings, **frozen}))
+        load_on_cpu(Generate(**{**settings, **frozen}))
 
 
 def test_an_adapter_of_the_hub_is_pinned_at_its_commit(folders, tmp_path, monkeypatch):
@@ -187,7 +182,7 @@ def test_an_adapter_of_the_hub_is_pinned_at_its_commit(folders, tmp_path, monkey
         workload = Generate(model=str(model), prompt="{text}", max_tokens=4, adapter=asked)
         assert workload.frozen_settings["adapter"] == f"lab/de@{commit}"
         assert workload.environ["HF_HUB_CACHE"] == str(tmp_path)
-    assert not isinstance(loaded(workload)([Item(0, {"text": "a"})])[0], ItemError)
+    assert not isinstance(load_on_cpu(workload)([Item(0, {"text": "a"})])[0], ItemError)
     (repository / "snapshots" / commit / "adapter_model.safetensors").unlink()
     with pytest.raises(SlurmGPUError, match="its weights are not in the hub's cache"):
         Generate(model=str(model), prompt="{text}", max_tokens=4, adapter="lab/de").place(Share(0))

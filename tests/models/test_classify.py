@@ -2,7 +2,6 @@
 
 import csv
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers import parsing
 from slurmgpu.llm.interface.engine import Output, Scores
 from slurmgpu.shards.columns import convert_row
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.classify.workload import Classify
+from tests.support.engines import load_on_cpu
 from tests.support.runs import report
 from tests.support.tiny_models import sentence
 
@@ -199,9 +199,9 @@ def sentences(n, seed=0):
 
 
 def loaded(adder, **settings):
-    workload = Classify(**{"model": str(adder), "labels": LABELS, "prompt": ":{text}", "precision": "fp32", **settings})
-    workload.load(TaskContext("cpu", 0, Path()))
-    return workload
+    return load_on_cpu(
+        Classify(**{"model": str(adder), "labels": LABELS, "prompt": ":{text}", "precision": "fp32", **settings})
+    )
 
 
 @pytest.mark.model

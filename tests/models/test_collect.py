@@ -15,23 +15,16 @@ import slurmgpu as library
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Output
 from slurmgpu.shards.columns import convert_row
-from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workload import Item
 from slurmgpu.workloads.collect.totals import pass_rates
 from slurmgpu.workloads.collect.workload import Collect
+from tests.support.engines import load_on_cpu
 from tests.support.runs import datasets, make_project, report
 from tests.support.shard_files import join_parts, write
 from tests.support.tiny_models import sum_steps
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 SETTINGS = {"prompt": "{question}=", "temperature": 1.6, "max_tokens": 40, "precision": "fp32"}
-
-
-@pytest.fixture(scope="module")
-def nothing(tmp_path_factory):
-    """A folder of a model with no weights: enough to check settings."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
-    return str(folder)
 
 
 def questions(n, seed=0):
@@ -45,9 +38,7 @@ def items_of(data, seed=5):
 
 
 def loaded(adder, **settings):
-    workload = Collect(**{"model": str(adder), **SETTINGS, **settings})
-    workload.load(TaskContext("cpu", 0, Path()))
-    return workload
+    return load_on_cpu(Collect(**{"model": str(adder), **SETTINGS, **settings}))
 
 
 @pytest.mark.parametrize(

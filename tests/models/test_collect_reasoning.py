@@ -1,13 +1,13 @@
 """`collect` with models that reason before they answer: steps are continued behind the reasoning of their path."""
 
 from math import sqrt
-from pathlib import Path
 
 import pytest
 
 from slurmgpu.llm.interface.engine import Prompt, Request
-from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workload import Item
 from slurmgpu.workloads.collect.workload import Collect
+from tests.support.engines import load_on_cpu
 from tests.support.reasoners import TEMPLATES
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -20,11 +20,9 @@ def items(sums=SUMS):
 
 
 def loaded(folder, **settings):
-    workload = Collect(
-        model=str(folder), **{"prompt": "{question}=", "max_tokens": 60, "precision": "fp32", **settings}
+    return load_on_cpu(
+        Collect(model=str(folder), **{"prompt": "{question}=", "max_tokens": 60, "precision": "fp32", **settings})
     )
-    workload.load(TaskContext("cpu", 0, Path()))
-    return workload
 
 
 def with_outputs(workload):

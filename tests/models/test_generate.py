@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +16,11 @@ from slurmgpu.llm.interface.engine import Output
 from slurmgpu.loader.settings import ELSEWHERE, OF_RUN_FILE, names_of_settings
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.columns import convert_row
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads import progress
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.progress import Progress
+from tests.support.engines import load_on_cpu
 from tests.support.runs import datasets, report
 from tests.support.tiny_models import make_llama, sum_steps
 
@@ -230,9 +230,7 @@ def test_a_samples_key_depends_on_item_and_sample_alone(nothing):
 
 
 def loaded(**settings):
-    workload = Generate(**{**FP32, **settings})
-    workload.load(TaskContext("cpu", 0, Path()))
-    return workload
+    return load_on_cpu(Generate(**{**FP32, **settings}))
 
 
 @pytest.mark.model

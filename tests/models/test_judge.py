@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +13,13 @@ from slurmgpu.llm.answers.metrics import wilson_interval
 from slurmgpu.llm.interface.engine import Output, Scores
 from slurmgpu.loader.settings import settings_hints
 from slurmgpu.shards.columns import convert_row
-from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workload import Item
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric, shipped
 from slurmgpu.workloads.judge.workload import Judge
+from tests.support.engines import load_on_cpu
 from tests.support.runs import report, wait_until
-from tests.support.tiny_models import claim, make_unloadable
+from tests.support.tiny_models import claim
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -47,11 +47,6 @@ WORSE = {
     "values": {"a": 1, "b": 0, "tie": 0.5},
     "swapped": {"a": "b", "b": "a"},
 }
-
-
-@pytest.fixture(scope="module")
-def nothing(tmp_path_factory):
-    return str(make_unloadable(tmp_path_factory.mktemp("model")))
 
 
 def toml_of(rubric):
@@ -296,8 +291,7 @@ def test_a_judge_of_sums_agrees_with_arithmetic_and_the_report_counts_it(project
     settings = {"model": str(adder), "rubric": SUMS, "final": "numeric", "truth": "right", "keep": ["question"]}
     folder = judged_project(project, items, **settings)
     shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0, **ONE_THREAD).stdout
-    workload = Judge(**settings, precision="fp32")
-    workload.load(TaskContext("cpu", 0, Path()))
+    workload = load_on_cpu(Judge(**settings, precision="fp32"))
     alone = [row for number in (5, 40) for row in workload([Item(number, items[number], 3)])]
     with library.open(folder / "run/merged.h5") as found:
         for row, number in zip(alone, (5, 40), strict=True):  # beside whichever others
@@ -324,8 +318,7 @@ def test_both_orders_are_asked_and_a_flip_is_a_tie(adder):
     items = [Item(i, {"text_a": a, "text_b": b}) for i, (a, b) in enumerate((a, b) for a in texts for b in texts)]
 
     def verdicts(rubric, items):
-        workload = Judge(model=str(adder), rubric=rubric, precision="fp32")
-        workload.load(TaskContext("cpu", 0, Path()))
+        workload = load_on_cpu(Judge(model=str(adder), rubric=rubric, precision="fp32"))
         return workload(items)
 
     rows = verdicts(WORSE, items)
@@ -367,7 +360,7 @@ def test_two_runs_are_compared_item_by_item(project, slurmgpu, adder):
     plan = json.loads((folder / "run" / "run.json").read_text())
     workload = Judge(**{**plan["settings"], "against": {**plan["settings"]["against"], "fingerprint": "other"}})
     with pytest.raises(SlurmGPUError, match="belongs to a different run"):
-        workload.load(TaskContext("cpu", 0, Path()))
+        load_on_cpu(workload)
 
 
 SAYS = """

@@ -11,10 +11,11 @@ from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import Composed, EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.shards.columns import convert_row
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.judge.orders import shares_of
 from slurmgpu.workloads.judge.rubrics import read_rubric
 from slurmgpu.workloads.judge.workload import Judge
+from tests.support.engines import load_on_cpu
 from tests.support.runs import report
 from tests.support.tiny_models import make_llama
 from tests.support.tiny_vision_models import make_llava, make_png
@@ -100,9 +101,7 @@ def test_both_orders_have_the_same_examples_and_an_item_is_none_of_its_own_in_ei
 
 
 def loaded(model, **settings):
-    judge = Judge(model=model, **{"rubric": SUMS, "precision": "fp32", **settings})
-    judge.load(TaskContext("cpu", 0, Path()))
-    return judge
+    return load_on_cpu(Judge(model=model, **{"rubric": SUMS, "precision": "fp32", **settings}))
 
 
 @pytest.mark.parametrize("method", ["parse", "score"])

@@ -13,6 +13,7 @@ from slurmgpu.workloads.tracin.kge.conve import ConvE
 from slurmgpu.workloads.tracin.kge.differentiable import TriplesModel
 from slurmgpu.workloads.tracin.kge.losses import Loss, Positive, find_loss
 from slurmgpu.workloads.tracin.kge.queries import Known
+from tests.support.tiny_graphs import most_allocated
 
 N_ENTITIES, N_RELATIONS, DIM = 30, 4, 12
 LOSSES = ["bce-pos", "score", "ns:3", "bce-1n", "kvsall", "ce"]
@@ -221,15 +222,6 @@ def test_gradients_hold_no_more_memory_than_they_count(wanted, stack):
         look(part)
     # The examples' heads and relations lie beside their tails.
     assert sum(storages.values()) <= found.n_bytes + 16 * len(some_triples())
-
-
-def most_allocated(profile):
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        most = max(most, total)
-    return most
 
 
 @pytest.mark.parametrize("inverse", [False, True])

@@ -14,6 +14,7 @@ from tests.support.tiny_graphs import (
     TRAIN,
     dense_gradients,
     gradients_by_autograd,
+    most_allocated,
     randomised,
     triples_model,
 )
@@ -81,17 +82,7 @@ def test_factors_take_no_more_than_is_said(name, loss):
     with torch.profiler.profile(profile_memory=True) as profile:
         found = model.gradients(examples, "train", ["entity", "relation"])
     assert found.n_bytes <= n_entities * model.bytes_of_result("train")
-    assert _peak(profile) <= n_entities * model.bytes_of_work("train") + 20_000
-
-
-def _peak(profile):
-    """The most that was allocated at a time."""
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak
+    assert most_allocated(profile) <= n_entities * model.bytes_of_work("train") + 20_000
 
 
 def pykeen_model(name):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.heads.engine import HeadEngine
 from slurmgpu.llm.heads.head import HeadInput, read_head
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
@@ -19,6 +18,7 @@ from slurmgpu.llm.transformers_engine import caches
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.cuda_graphs import obstacle_to
 from slurmgpu.llm.transformers_engine.loading import load_model
+from tests.support.engines import engine
 from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import CHARACTERS, SPECIAL, _save, longrope, make_llama, make_phi3
 from tests.support.watched_engines import with_seen_shapes
@@ -43,10 +43,6 @@ def make(name, folder, **changes):
             if each.ndim >= 2 and float(each.std()) < 0.1:
                 each.normal_(0, 0.25)
     return _save(model, folder, None)
-
-
-def engine(folder, **options):
-    return open_engine(EngineOptions(find_model(str(folder)), precision="fp32", **options), Place("cpu"))
 
 
 def assert_as_alone(ours, prompts, most=(12, 3, 8)):

@@ -25,6 +25,7 @@ from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.codec import Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous, continuous_sampling, selfcheck
 from slurmgpu.llm.transformers_engine.continuous import Needs
+from tests.support.engines import tokens_of
 from tests.support.nightly import by_night
 from tests.support.tiny_models import make_gpt_oss, make_llama, make_qwen3
 
@@ -479,13 +480,10 @@ def test_a_call_beside_another_that_goes_on_has_the_samplings_of_its_own(tmp_pat
     def asked(n):
         return [Request(i, Prompt("12+5=" + "1" * i), Sampling(max_tokens=n)) for i in range(6)]
 
-    def tokens(outputs):
-        return {output.id: output.tokens.tolist() for output in outputs}
-
-    expected = tokens(new_engine(folder, batching="static").generate(asked(20)))
+    expected = tokens_of(new_engine(folder, batching="static").generate(asked(20)))
     ours = new_engine(folder, batching="continuous")
-    assert len(tokens(ours.generate(asked(9)))) == 6
+    assert len(tokens_of(ours.generate(asked(9)))) == 6
     first = ours.generate(asked(20))  # longer ones, by another manager
-    found = tokens([next(first)])
-    assert tokens(ours.generate(asked(20))) == expected
-    assert found | tokens(first) == expected
+    found = tokens_of([next(first)])
+    assert tokens_of(ours.generate(asked(20))) == expected
+    assert found | tokens_of(first) == expected

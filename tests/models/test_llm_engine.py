@@ -13,6 +13,7 @@ from slurmgpu.llm.interface.batching import Budget, Load, common_prefix, n_that_
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.transformers_engine.scoring import ROUNDING, exclusive
+from tests.support.engines import engine, texts, tokens_of
 from tests.support.tiny_models import (
     CHARACTERS,
     _save,
@@ -40,15 +41,6 @@ def folder(folders, request):
     return folders[request.param]
 
 
-def engine(folder, **options):
-    return open_engine(EngineOptions(find_model(str(folder)), **{"precision": "fp32", **options}), Place("cpu"))
-
-
-def texts(n_texts, seed=0, most=60):
-    rng = random.Random(seed)
-    return ["".join(rng.choices(CHARACTERS, k=rng.randint(3, most))) for _ in range(n_texts)]
-
-
 def requests_of(prompts, seed=0, **sampling):
     """A request for each prompt, with a limit of its own."""
     rng = random.Random(seed)
@@ -56,10 +48,6 @@ def requests_of(prompts, seed=0, **sampling):
         Request(i, Prompt(text), Sampling(**{"max_tokens": rng.randint(1, 30), **sampling}), key=1000 + i)
         for i, text in enumerate(prompts)
     ]
-
-
-def tokens_of(outputs):
-    return {output.id: output.tokens.tolist() for output in outputs}
 
 
 def logits_of(engine, tokens):

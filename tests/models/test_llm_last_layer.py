@@ -5,9 +5,8 @@ import pytest
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
-from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.interface.engine import Passage, Prompt, Question, Request, Sampling
+from tests.support.engines import engine
 from tests.support.tiny_models import make_gpt_oss, make_llama, make_qwen3
 
 CHOICES = ("yes", "yesterday", "no", "12", "13")
@@ -20,10 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
-
-
-def engine(folder):
-    return open_engine(EngineOptions(find_model(str(folder)), precision="fp32"), Place("cpu"))
 
 
 def answers(ours):

@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
-from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.interface.engine import Passage, Prompt, Question, Request, Sampling
 from slurmgpu.llm.transformers_engine import packing
+from tests.support.engines import engine
 from tests.support.tiny_models import CHARACTERS, _save, _sizes, make_gpt_oss, make_llama, make_qwen3
 from tests.support.watched_engines import with_seen_shapes
 
@@ -35,10 +34,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("models")
     return {name: make(base / name) for name, make in MAKERS.items()}
-
-
-def engine(folder, **options):
-    return open_engine(EngineOptions(find_model(str(folder)), precision="fp32", **options), Place("cpu"))
 
 
 def texts(n_texts, most, shared=""):

@@ -1,7 +1,6 @@
 """A model that several processes share says what it says in one; and no process waits for one that has failed."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ pytest.importorskip("transformers")
 
 import slurmgpu as library
 from slurmgpu.llm.interface.engine import Place
-from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workload import Item
 from slurmgpu.workloads.generate.workload import Generate
+from tests.support.engines import load_on_cpu
 from tests.support.llm_ranks import compute
 from tests.support.runs import records
 from tests.support.tiny_models import make_gpt_oss, make_llama, make_qwen3
@@ -116,8 +116,7 @@ def test_a_run_of_several_processes_says_what_one_does_also_after_a_rank_failed(
     slurmgpu(*LOCAL, "--gpus", 2, cwd=folder, expect=0, OMP_NUM_THREADS="1")
     [record] = records(folder)
     assert len(record["deaths"]) == 1
-    alone = Generate(**settings, batching="static")
-    alone.load(TaskContext("cpu", 0, Path()))
+    alone = load_on_cpu(Generate(**settings, batching="static"))
     rows = alone([Item(index, item) for index, item in enumerate(items)])
     with library.open(folder / "run" / "merged.h5") as merged:
         for name in ("text", "finish_reason", "n_tokens"):

@@ -20,6 +20,7 @@ from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.score.workload import Score
+from tests.support.engines import load_on_cpu
 from tests.support.runs import datasets, planned_run, report
 from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import make_llama
@@ -107,8 +108,7 @@ def test_an_item_in_parts_has_the_row_of_the_whole_item(case, adder, tmp_path):
             return Judge(model=str(model), rubric=RUBRIC, each="text", method=method, **FP32)
 
     item = Item(0, data, 5)
-    whole = make()
-    whole.load(TaskContext("cpu", 0, Path()))
+    whole = load_on_cpu(make())
     [expected] = whole([item])
     workload, rows = asked_of(make, tmp_path / "run", item, n_tasks=2)
     assert workload.most_parts > 1

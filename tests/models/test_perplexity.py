@@ -16,14 +16,13 @@ from transformers import (
 
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt
-from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.interface.engine import Passage, Prompt
 from slurmgpu.llm.transformers_engine import token_scoring
 from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.windows import windows_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.perplexity import Perplexity
+from tests.support.engines import engine
 from tests.support.tiny_models import _save, _sizes, make_gpt_oss, make_llama, make_phi3, make_qwen3
 from tests.support.watched_engines import with_seen_shapes
 
@@ -46,10 +45,6 @@ MAKERS = {"phi3": make_phi3, "llama": make_llama, "qwen3": make_qwen3, "gpt-oss"
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("models")
     return {name: make(base / name) for name, make in MAKERS.items()}
-
-
-def engine(folder, **options):
-    return open_engine(EngineOptions(find_model(str(folder)), **{"precision": "fp32", **options}), Place("cpu"))
 
 
 def ids_of(folder, text):

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +20,10 @@ from slurmgpu.llm.prompts.jinja_templates import JinjaTemplate
 from slurmgpu.llm.prompts.templates import Prompts, Template
 from slurmgpu.llm.prompts.truncation import shorten
 from slurmgpu.llm.transformers_engine.windows import tokens_of
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate
+from tests.support.engines import load_on_cpu
 from tests.support.tiny_models import make_llama, make_tokenizer, sum_steps
 
 DATA = {"text": "cats", "n": 3, "half": 0.5, "choices": ["a", "b"], "meta": {"title": "T"}, "no": None, "yes": True}
@@ -212,7 +212,7 @@ def test_a_model_gets_its_examples_and_its_jinja(adder):
     settings |= {"template_format": "jinja2", "chat": False}
     alone, after = Generate(**settings), Generate(fewshot=[{"a": 1, "b": 2, "c": 3}], target="{{ c }}", **settings)
     for workload in (alone, after):
-        workload.load(TaskContext("cpu", 0, Path()))
+        load_on_cpu(workload)
     item = Item(0, {"a": 47, "b": 85})
     [row], [other] = alone([item]), after([item])
     assert row["text"] == sum_steps(47, 85)
@@ -311,7 +311,7 @@ def test_a_prompt_that_was_cut_is_counted_in_its_row_and_in_the_summary(nothing,
     cut = Generate(truncation_side="left", max_tokens=32, **settings)
     whole = Generate(max_tokens=32, **settings)
     for workload in (cut, whole):
-        workload.load(TaskContext("cpu", 0, Path()))
+        load_on_cpu(workload)
     first, second = cut(items)
     assert (first["n_truncated"], second["n_truncated"]) == (0, 29)
     assert second["n_prompt_tokens"] == 8
@@ -320,10 +320,9 @@ def test_a_prompt_that_was_cut_is_counted_in_its_row_and_in_the_summary(nothing,
 
     labels = {"labels": ["hate", "ok"], "prompt": ":{a}", "truncation_side": "right"}
     for method in ("score", "parse"):
-        classify = Classify(
-            **{**settings, **labels, "method": method, **({"max_tokens": 9} if method == "parse" else {})}
+        classify = load_on_cpu(
+            Classify(**{**settings, **labels, "method": method, **({"max_tokens": 9} if method == "parse" else {})})
         )
-        classify.load(TaskContext("cpu", 0, Path()))
         [short, long] = classify([Item(0, {"a": "they are scum"}), Item(1, {"a": "they are scum" + " and so on" * 9})])
         assert (short["label"], short["n_truncated"]) == ("hate", 0)
         assert long["n_truncated"] > 50

@@ -1,14 +1,14 @@
 """Qwen's reward models: their checkpoints in classes of our own, and an independent forward."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.score.workload import Score
+from tests.support.engines import load_on_cpu
 from tests.support.tiny_heads import CHAT
 from tests.support.tiny_models import make_tokenizer
 
@@ -129,8 +129,7 @@ def test_each_step_has_the_probability_that_its_checkpoint_computes_by_an_indepe
     from transformers import AutoTokenizer
 
     folder, weights = checkpoint
-    workload = Score(model=str(folder), prompt="{q}", steps="s", precision="fp32")
-    workload.load(TaskContext("cpu", 0, Path()))
+    workload = load_on_cpu(Score(model=str(folder), prompt="{q}", steps="s", precision="fp32"))
     data = [{"q": "47+85=", "s": ["7+5=12", "4+8=12", "132"]}, {"q": "who?", "s": ["we are kind"]}]
     rows = workload([Item(number, each) for number, each in enumerate(data)])
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -184,7 +183,7 @@ def test_a_checkpoint_without_its_head_is_refused(checkpoint, tmp_path):
     save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
     workload = Score(model=str(tmp_path), prompt="{q}", steps="s", precision="fp32")
     with pytest.raises(SlurmGPUError, match=r"it lacks score.2.bias, score.2.weight"):
-        workload.load(TaskContext("cpu", 0, Path()))
+        load_on_cpu(workload)
 
 
 def test_a_reward_model_says_at_the_last_token_of_a_chat_what_its_checkpoint_computes(reward_checkpoint):
@@ -193,7 +192,7 @@ def test_a_reward_model_says_at_the_last_token_of_a_chat_what_its_checkpoint_com
     folder, weights = reward_checkpoint
     workload = Score(model=str(folder), prompt="{q}", answer="{a}", system="be kind", precision="fp32")
     assert workload.frozen_settings["labels"] == ["LABEL_0"]
-    workload.load(TaskContext("cpu", 0, Path()))
+    load_on_cpu(workload)
     data = [{"q": "47+85=", "a": "7+5=12 and 4+8=12: 132"}, {"q": "who?", "a": "we"}, {"q": "who?", "a": "no"}]
     rows = workload([Item(number, each) for number, each in enumerate(data)])  # in one batch, with padding
     tokenizer = AutoTokenizer.from_pretrained(folder)

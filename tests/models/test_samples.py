@@ -4,7 +4,6 @@ import json
 import math
 import re
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +14,12 @@ from slurmgpu.llm.answers.metrics import best_of, vote_weights
 from slurmgpu.llm.interface.engine import Output
 from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
-from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workload import Item
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.samples import Samples
 from slurmgpu.workloads.score.workload import Score
+from tests.support.engines import load_on_cpu
 from tests.support.runs import report
 from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import make_unloadable
@@ -246,8 +246,7 @@ def test_a_reward_model_chooses_among_the_answers_of_a_run(slurmgpu, tmp_path, o
         '[resources]\ngpus = 0\nexecutor = "debug"\n'
     )
     slurmgpu("submit", "best.toml", cwd=tmp_path, expect=0)
-    alone = Score(model=str(model), pair=["{question}", "{text}"], precision="fp32")
-    alone.load(TaskContext("cpu", 0, Path()))
+    alone = load_on_cpu(Score(model=str(model), pair=["{question}", "{text}"], precision="fp32"))
     with results.open(tmp_path / "run" / "merged.h5") as merged:
         assert merged.failed.tolist() == [False, False, True]
         for row, item in enumerate(items[:2]):

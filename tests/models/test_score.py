@@ -1,7 +1,6 @@
 """The built-in workload `score`: outputs of trained heads as transformers computes them one by one, and runs."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +9,10 @@ from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.settings import engine_options
 from slurmgpu.shards.columns import Array, Ragged, Text
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.score.outputs import activated, distribution, path_score
 from slurmgpu.workloads.score.workload import Score
+from tests.support.engines import load_on_cpu
 from tests.support.runs import report
 from tests.support.tiny_heads import CHAT, make_head
 from tests.support.tiny_models import make_llama
@@ -29,10 +29,8 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, atol=BOUND * max(1.0, np.abs(expected).max()), rtol=0)
 
 
-def loaded(model: Path, **settings):
-    workload = Score(model=str(model), precision="fp32", **settings)
-    workload.load(TaskContext("cpu", 0, Path()))
-    return workload
+def loaded(model, **settings):
+    return load_on_cpu(Score(model=str(model), precision="fp32", **settings))
 
 
 def rows_of(workload, data):
@@ -59,19 +57,6 @@ def tokenizer(tmp_path_factory):
     from tests.support.tiny_models import make_tokenizer
 
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHAT)
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    """A BERT of three classes."""
-    labels = {"id2label": {0: "bad", 1: "good", 2: "other"}, "label2id": {"bad": 0, "good": 1, "other": 2}}
-    return make_head(tmp_path_factory.mktemp("classifier"), "bert", **labels)
-
-
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory):
-    """A Llama with one output, and a chat template."""
-    return make_head(tmp_path_factory.mktemp("reward"), num_labels=1, template=CHAT)
 
 
 @pytest.fixture(scope="module")

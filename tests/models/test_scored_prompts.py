@@ -3,7 +3,6 @@
 import inspect
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.language_model import IMAGE_ITEMS
 from slurmgpu.workloads.score.workload import Score
+from tests.support.engines import load_on_cpu
 from tests.support.tiny_heads import CHAT, make_head
 from tests.support.tiny_models import make_llama, make_tokenizer
 from tests.support.tiny_vision_models import make_gemma3_head, make_llava, make_png
@@ -32,18 +32,12 @@ IN_JINJA = {"template_format": "jinja2", "fewshot": EXAMPLES, "target": "{{ a }}
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory):
-    return str(make_head(tmp_path_factory.mktemp("reward"), num_labels=1, template=CHAT))
-
-
-@pytest.fixture(scope="module")
 def process_model(tmp_path_factory):
     return str(make_head(tmp_path_factory.mktemp("process"), task="TokenClassification", template=CHAT))
 
 
 def rows_of(model, data, **settings):
-    workload = Score(model=model, precision="fp32", **settings)
-    workload.load(TaskContext("cpu", 0, Path()))
+    workload = load_on_cpu(Score(model=model, precision="fp32", **settings))
     rows = workload([Item(number, each, 7) for number, each in enumerate(data)])
     for row in rows:
         convert_row(workload.columns, row)
@@ -156,8 +150,7 @@ def test_a_reward_model_scores_an_answer_about_an_image_as_transformers_does(gem
 
 
 def _rows(model, data, **settings):
-    workload = Score(model=model, precision="fp32", **settings)
-    workload.load(TaskContext("cpu", 0, Path()))
+    workload = load_on_cpu(Score(model=model, precision="fp32", **settings))
     return workload([Item(number, each, 7) for number, each in enumerate(data)])
 
 
@@ -165,7 +158,7 @@ def test_a_scorer_judges_answers_about_images(gemma):
     judge = Judge(scorer={"model": gemma, "images": "photo", "precision": "fp32"})
     assert judge.fields == {"photo", "question", "text"}
     assert judge.batch_size == IMAGE_ITEMS
-    judge.load(TaskContext("cpu", 0, Path()))
+    load_on_cpu(judge)
     [row] = judge([Item(0, {"photo": make_png(1), "question": "cat?", "text": "yes"})])
     [wanted] = rows_of(gemma, [{"p": make_png(1), "q": "cat?", "t": "yes"}], prompt="{q}", answer="{t}", images="p")
     assert row["score"] == pytest.approx(wanted["score"], abs=1e-5)

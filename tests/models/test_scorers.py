@@ -12,33 +12,20 @@ from slurmgpu.llm.heads.engine import HeadEngine
 from slurmgpu.llm.interface.engine import HeadMemory, Output
 from slurmgpu.llm.vllm_engine.limits import memory_share
 from slurmgpu.shards.columns import convert_row
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.score.workload import Score
+from tests.support.engines import load_on_cpu
 from tests.support.runs import report
 from tests.support.tiny_heads import CHAT, make_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory):
-    """A Llama with one output, and a chat template."""
-    return str(make_head(tmp_path_factory.mktemp("reward"), num_labels=1, template=CHAT))
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    """A BERT of three classes."""
-    labels = {"id2label": {0: "bad", 1: "good", 2: "other"}, "label2id": {"bad": 0, "good": 1, "other": 2}}
-    return str(make_head(tmp_path_factory.mktemp("classifier"), "bert", **labels))
-
-
 def alone(model, data, **settings):
     """The rows that `score` computes of each item by itself."""
-    workload = Score(model=model, precision="fp32", **settings)
-    workload.load(TaskContext("cpu", 0, Path()))
+    workload = load_on_cpu(Score(model=model, precision="fp32", **settings))
     return [workload([Item(0, each)])[0] for each in data]
 
 
@@ -47,9 +34,7 @@ def fp32(model, **settings):
 
 
 def loaded(**settings):
-    workload = Judge(**settings)
-    workload.load(TaskContext("cpu", 0, Path()))
-    return workload
+    return load_on_cpu(Judge(**settings))
 
 
 # A judge by a reward model.
@@ -216,9 +201,7 @@ SUMS = [{"question": "47+85", "answer": 132}, {"question": "12+34", "answer": 46
 
 
 def collecting(adder, **settings):
-    workload = Collect(model=str(adder), **{**SAMPLED, **settings})
-    workload.load(TaskContext("cpu", 0, Path()))
-    return workload
+    return load_on_cpu(Collect(model=str(adder), **{**SAMPLED, **settings}))
 
 
 def sums(workload, data=SUMS):
@@ -375,8 +358,7 @@ def test_a_scorer_computes_beside_any_engine_and_leaves_transformers_the_memory_
     monkeypatch.setattr(HeadEngine, "__init__", lambda *given, **more: order.append("scorer") or load(*given, **more))
     where = {"server": {"model": "name", "url": "http://host:8000"}, "transformers": {"model": str(adder)}}[engine]
     settings = {"prompt": "{question}", "paths": 2, "engine": engine, "scorer": fp32(process_model)}
-    workload = Collect(**where, **settings)
-    workload.load(TaskContext("cpu", 0, Path()))
+    workload = load_on_cpu(Collect(**where, **settings))
     assert order == (["scorer", "engine"] if engine == "transformers" else ["engine", "scorer"])
     [row] = sums(workload, SUMS[:1])
     expected = alone(

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +22,12 @@ from slurmgpu.llm.prompts.codec import Codec, Encoded
 from slurmgpu.llm.prompts.structures import check_structure, lark_of, structure_of
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher
 from slurmgpu.shards.columns import Array, Json, Text, convert_row
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.structured import Property, properties_of
 from tests.support.byte_models import HARMONY, THINKING, make_byte_llama, make_byte_tokenizer
+from tests.support.engines import load_on_cpu
 from tests.support.nightly import by_night
 from tests.support.runs import datasets
 from tests.support.tiny_models import sum_steps
@@ -61,9 +61,7 @@ def bytewise(tmp_path_factory):
 
 
 def loaded(model, **settings):
-    workload = Generate(**{"model": str(model), "precision": "fp32", **settings})
-    workload.load(TaskContext("cpu", 0, Path()))
-    return workload
+    return load_on_cpu(Generate(**{"model": str(model), "precision": "fp32", **settings}))
 
 
 # Planning
@@ -440,7 +438,7 @@ def test_a_free_answer_is_kept_to_the_labels_it_may_name_and_each_is_its_label(b
             model=str(bytewise), labels=["hate", "ok"], prompt="{text}", method="parse", precision="fp32", **settings
         )
         workload.place(Share(0))
-        workload.load(TaskContext("cpu", 0, Path()))
+        load_on_cpu(workload)
         return workload(items)
 
     assert [row["parse_ok"] for row in rows_of(max_tokens=8)] == [False] * 6  # a random model names no label

@@ -1,5 +1,7 @@
 """A small graph whose triples share entities in every way, models of it, and their gradients by autograd."""
 
+from itertools import accumulate
+
 import torch
 
 from slurmgpu.workloads.tracin.kge.differentiable import differentiable
@@ -72,3 +74,9 @@ def dense_gradients(model, gradients):
         for name, part in term.items():
             found[name] = found.get(name, 0) + part.dense(model.parameters_by_name()[name].shape)
     return found
+
+
+def most_allocated(profile):
+    """The most bytes that were allocated at a time, by PyTorch's profiler."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

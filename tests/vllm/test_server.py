@@ -17,9 +17,10 @@ from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.server_engine.engine import KEY_VARIABLE
 from slurmgpu.llm.settings import engine_options
 from slurmgpu.util.process_tree import living
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.generate.workload import Generate
+from tests.support.engines import load_on_cpu
 from tests.support.tiny_models import sum_steps
 from tests.support.tiny_vision_models import make_llava, make_png
 from tests.vllm.test_vllm_engine import by_id, requests_of, sums, texts
@@ -119,7 +120,7 @@ def test_collect_goes_on_from_steps_by_texts(monkeypatch, vllm_server, wide_adde
     settings = {"prompt": "{question}=", "temperature": 1.6, "max_tokens": 40, "paths": 3, "rollouts": 2}
     workload = Collect(model=str(wide_adder), engine="server", serve=VLLM, chat=False, **settings)
     monkeypatch.setattr(language_model, "open_engine", lambda options, place: vllm_server)
-    workload.load(TaskContext("cpu", 0, Path()))
+    load_on_cpu(workload)
     items = [Item(n, {"question": f"{a}+{b}", "answer": a + b}, 5) for n, (a, b) in enumerate(sums(3))]
     rows = workload(items)
     assert not any(isinstance(row, ItemError) for row in rows)
@@ -172,7 +173,7 @@ def test_transformers_serve_answers_chats_and_ends_with_the_task(monkeypatch, wi
     workload = Generate(model=str(wide_adder), **settings)
     [line] = workload.place(Share(0)).lines
     assert "on a server that each task starts on its CPUs: transformers serve" in line
-    workload.load(TaskContext("cpu", 0, Path()))
+    load_on_cpu(workload)
     first = server_of(workload.engine)
 
     def kill():

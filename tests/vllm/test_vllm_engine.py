@@ -18,7 +18,7 @@ from slurmgpu.llm.prompts.structures import structure_of
 from slurmgpu.llm.vllm_engine import engine as vllm_engine
 from slurmgpu.llm.vllm_engine import node as vllm_node
 from slurmgpu.util.shared_memory import FOLDER
-from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workload import Item, Share
 from slurmgpu.workloads import language_model
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.collect.workload import Collect
@@ -26,9 +26,10 @@ from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.score.workload import Score
 from tests.support.byte_models import THINKING, make_byte_llama
+from tests.support.engines import by_id, load_on_cpu, texts, tokens_of
 from tests.support.runs import datasets, kill_workers, published, start, wait_until, workers
 from tests.support.tiny_heads import make_head
-from tests.support.tiny_models import CHARACTERS, make_llama, make_qwen3, sentence, sum_steps
+from tests.support.tiny_models import make_llama, make_qwen3, sentence, sum_steps
 from tests.vllm.conftest import open_on_cpu
 
 SUMS = {
@@ -41,24 +42,11 @@ SUMS = {
 }
 
 
-def texts(n_texts, seed=0, most=60):
-    rng = random.Random(seed)
-    return ["".join(rng.choices(CHARACTERS, k=rng.randint(3, most))) for _ in range(n_texts)]
-
-
 def requests_of(prompts, **sampling):
     return [
         Request(number, Prompt(text), Sampling(**{"max_tokens": 4 + number % 30, **sampling}), key=2**62 + number)
         for number, text in enumerate(prompts)
     ]
-
-
-def by_id(outputs):
-    return {output.id: output for output in outputs}
-
-
-def tokens_of(outputs):
-    return {output.id: output.tokens.tolist() for output in outputs}
 
 
 def sums(n, seed=0):
@@ -156,7 +144,7 @@ def loaded(monkeypatch, engine, make, folder, name="vllm", **settings):
     workload = make(model=str(folder), engine=name, precision="fp32", **settings)
     assert workload.place(Share(0)).processes == "one"
     monkeypatch.setattr(language_model, "open_engine", lambda options, place: engine)
-    workload.load(TaskContext("cpu", 0, Path()))
+    load_on_cpu(workload)
     return workload
 
 
@@ -220,8 +208,7 @@ def test_a_process_reward_model_scores_the_steps_of_its_paths_beside_it(monkeypa
     asked = {"prompt": "{question}=", "temperature": 1.6, "max_tokens": 40, "paths": 4}
     workload = loaded(monkeypatch, vllm, Collect, wide_adder, scorer={"model": head, **settings}, **asked)
     [row] = workload([Item(0, {"question": f"{a}+{b}", "answer": a + b}, 5)])
-    alone = Score(model=head, prompt="{q}=", steps="s", **settings)
-    alone.load(TaskContext("cpu", 0, Path()))
+    alone = load_on_cpu(Score(model=head, prompt="{q}=", steps="s", **settings))
     for path, score in zip(row["paths"], row["scores"], strict=True):
         [wanted] = alone([Item(0, {"q": f"{a}+{b}", "s": path["steps"]})])
         assert score == pytest.approx(wanted["score"], abs=1e-4)

@@ -3,22 +3,15 @@
 import numpy as np
 import pytest
 
-from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
-from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.interface.engine import Prompt, Question, Request, Sampling
+from tests.support.engines import by_id, engine
 from tests.support.tiny_vision_models import make_idefics3, make_png
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     folder = make_idefics3(tmp_path_factory.mktemp("model"), num_attention_heads=2)  # which vLLM takes on CPUs
-    found = [
-        open_engine(
-            EngineOptions(find_model(str(folder)), engine=name, precision="fp32", images=True),
-            Place("cpu"),
-        )
-        for name in ("vllm", "transformers")
-    ]
+    found = [engine(folder, engine=name, images=True) for name in ("vllm", "transformers")]
     yield found
     found[0].close()
 
@@ -28,10 +21,6 @@ def prompts():
         Prompt("What?" * (number + 1), images=tuple(make_png(10 * number + part, 20 + 9 * number) for part in range(n)))
         for number, n in enumerate((1, 2, 1, 2))
     ]
-
-
-def by_id(found):
-    return {each.id: each for each in found}
 
 
 def test_answers_about_images_are_those_of_the_other_engine_and_a_bad_prompt_fails_alone(engines, tmp_path):
