@@ -18,7 +18,7 @@ import torch
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.ansi import without_escapes
-from slurmgpu.util.atomic_files import fsync_dir
+from slurmgpu.util.atomic_files import beside, fsync_dir
 from slurmgpu.util.exceptions import message_of
 
 log = logging.getLogger(__name__)
@@ -33,11 +33,6 @@ class Checksum:
 
     bytes: int
     crc32: int
-
-
-def unique_partial(path: Path) -> Path:
-    """A unique temporary name beside `path`."""
-    return path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> Checksum:
@@ -81,13 +76,9 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> Checksum:
 
 
 def _write_whole(path: Path, state: Mapping[str, Any]) -> Checksum:
-    partial = unique_partial(path)
-    try:
+    with beside(path) as partial:
         written = write_state(partial, state)
         partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     return written
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from slurmgpu.training.checkpoint_files import Checksum, checksum_of, read_state, unique_partial, write_state
+from slurmgpu.training.checkpoint_files import Checksum, checksum_of, read_state, write_state
 from slurmgpu.training.ranks import Place, on_all_ranks, on_rank_zero
-from slurmgpu.util.atomic_files import fsync_dir, write_json
+from slurmgpu.util.atomic_files import fsync_dir, partial_path, write_json
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Checkpoints:
         """An empty folder to write into; None if the step exists and is not replaced."""
         if self._path(step).is_dir() and not replace:
             return None
-        partial = unique_partial(self._path(step))
+        partial = partial_path(self._path(step))
         partial.mkdir(parents=True)
         return partial
 
@@ -279,7 +279,7 @@ def _restore_or_remove(aside: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a file or folder; it is renamed first, so that no partly removed folder is found."""
-    gone = unique_partial(path).with_suffix(".removed")
+    gone = partial_path(path).with_suffix(".removed")
     try:
         path.rename(gone)
     except FileNotFoundError:
