@@ -98,14 +98,7 @@ def start(
         jobs = {key: value for key, value in started.line.items() if key != "state"}
         return Outcome(submission, jobs, tuple(notes))
     try:
-        accounting = _wait(run, submission.submission, started.wait, on_tick)
-        if submission.inject:
-            damage_shards(run, parse_faults(submission.inject))
-        # A task of this submission may have outlived its supervisor, and others may have joined the run.
-        over = _locked_when_over(run, lambda: others_alive(run, None), lambda: accounting, logging.WARNING)
-        with heeded(), over as (lock, _), _naming_room(run):
-            report = merge.merge(run, accounting, lock.check)
-            forget_dead_tasks(run)
+        report = _compute_and_merge(run, submission, started.wait, on_tick)
         if _goes_on(run, report, submission.round):
             log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
             return start(run, lambda _: _next_here(run, submission), on_tick, patient=True, tell=tell)
@@ -146,14 +139,23 @@ def _start(run: Run, submission: Submission, executor: Executor) -> Started:
     return started
 
 
-def _wait(
-    run: Run, number: int, wait: Callable[[Callable[[], None]], Accounting], on_tick: Callable[[], None]
-) -> Accounting:
+def _compute_and_merge(
+    run: Run, submission: Submission, wait: Callable[[Callable[[], None]], Accounting], on_tick: Callable[[], None]
+) -> Report:
+    """Wait for the tasks of a submission to this machine, and merge."""
     try:
-        return wait(on_tick)
+        accounting = wait(on_tick)
     except BaseException:
-        run.record_submission({"submission": number, "state": "ended", "cancelled": True})
+        run.record_submission({"submission": submission.submission, "state": "ended", "cancelled": True})
         raise
+    if submission.inject:
+        damage_shards(run, parse_faults(submission.inject))
+    # A task of this submission may have outlived its supervisor, and others may have joined the run.
+    over = _locked_when_over(run, lambda: others_alive(run, None), lambda: accounting, logging.WARNING)
+    with heeded(), over as (lock, _), _naming_room(run):
+        report = merge.merge(run, accounting, lock.check)
+        forget_dead_tasks(run)
+    return report
 
 
 def merge_by_hand(run: Run, *, force: bool = False) -> Report:

@@ -12,7 +12,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import Spans
 from slurmgpu.run.worker_events import Report
-from slurmgpu.shards.columns import columns_from_json
+from slurmgpu.shards.columns import Column, columns_from_json
 from slurmgpu.shards.shard_file import DamagedShardError
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import once_more_if_full
@@ -132,25 +132,7 @@ class Worker:
                 self.on_resumable()
             self._report_used()
             self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
-            computer = Computer(
-                workload,
-                plan.workload.rpartition(":")[2],
-                columns,
-                plan.batch_size,
-                on_batch=self._report_batch,
-                agree=self._agree,
-                keeps_rows=self.group.leads,
-                noted=self._noted,
-                folder=plan.search_path,
-                retries=plan.retries,
-                pause=self._pause,
-                share=self.group.broadcast,
-                kept=plan.keep,
-                key=plan.key,
-                doubts=lambda: self._is_plain and self._unpublished.doubts(),
-                is_enough=lambda n_failed: n_failed >= FEW and self._unpublished.is_enough(n_failed),
-                tell=self._tell,
-            )
+            computer = self._computer(workload, columns)
             if workload.prepare is not None and self._is_plain:
                 self._look_ahead_with(computer, reader)
                 # 100,000 items make Python look for garbage among the million objects of PyTorch, for 0.2 s in which no
@@ -169,6 +151,28 @@ class Worker:
                     gc.unfreeze()
                 self._publisher.close()
             self._log_outside(outside)
+
+    def _computer(self, workload: Adapted, columns: Mapping[str, Column]) -> Computer:
+        plan = self.run.plan
+        return Computer(
+            workload,
+            plan.workload.rpartition(":")[2],
+            columns,
+            plan.batch_size,
+            on_batch=self._report_batch,
+            agree=self._agree,
+            keeps_rows=self.group.leads,
+            noted=self._noted,
+            folder=plan.search_path,
+            retries=plan.retries,
+            pause=self._pause,
+            share=self.group.broadcast,
+            kept=plan.keep,
+            key=plan.key,
+            doubts=lambda: self._is_plain and self._unpublished.doubts(),
+            is_enough=lambda n_failed: n_failed >= FEW and self._unpublished.is_enough(n_failed),
+            tell=self._tell,
+        )
 
     def _take_compute_and_publish(self, computer: Computer, reader: ItemReader) -> None:
         try:
