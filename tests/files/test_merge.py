@@ -21,8 +21,7 @@ from slurmgpu.merge import merge as merging
 from slurmgpu.merge.merge import failed_again, merge
 from slurmgpu.report.build import is_complete, read_report
 from slurmgpu.report.status import read_status
-from slurmgpu.run.directory import Run, create_run
-from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.recompute import Again, Recompute, read_recompute, recompute_path, write_recompute
 from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_over
@@ -37,6 +36,7 @@ from slurmgpu.worker.call_failures import Failure
 from slurmgpu.worker.computer import Computed
 from slurmgpu.worker.publisher import ComputedShard, Publisher
 from tests.support.failing import put, read_wrongly_once
+from tests.support.runs import planned_run
 from tests.support.shard_files import craft
 
 COLUMNS = {"twice": Array("int64"), "word": Text()}
@@ -49,29 +49,20 @@ def row(index, sign=1):
 
 @pytest.fixture
 def run(tmp_path):
-    plan = Plan(
+    made = planned_run(
+        tmp_path / "run",
         name="judge",
-        input={"format": "jsonl", "files": [], "columns": None, "n_items": N_ITEMS, "stride": 1}
-        | {"ranges": None, "folders": [], "repacked": False},
-        input_digest="0" * 8,
         n_items=N_ITEMS,
         workload="workloads:Twice",
         search_path=str(tmp_path),
-        settings={},
         columns=columns_to_json(COLUMNS),
         batch_size=2,
         shard_items=SHARD_ITEMS,
         seed=7,
         lease_s=4.0,
         margin_s=1.0,
-        auto_resubmit=0,
-        resources={},
-        slurm={},
-        merge={},
-        provenance={},
         html=False,
     )
-    made = create_run(tmp_path / "run", plan, [])
     made.record_submission({"submission": 1, "executor": "local", "state": "ended", "time": 0.0})
     return made
 

@@ -8,16 +8,16 @@ import json
 import random
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurmgpu.report.build import Joined, build_report, count_failed
 from slurmgpu.run.directory import Run, create_run
-from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.run.submissions import Submission
 from slurmgpu.task.telemetry import GPU_VALUES, HOST_VALUES, TELEMETRY_FORMAT, TELEMETRY_VERSION
 from slurmgpu.util.atomic_files import write_json_text
+from tests.support.runs import make_plan
 
 BEGIN = 1_750_000_000.0
 """When pretended runs are submitted, in seconds since the epoch."""
@@ -53,10 +53,9 @@ class Pretended:
 
     def plan(self, name="judge"):
         """The plan of such a run."""
-        return Plan(
+        ranges = {"ranges": [[0, self.n_items]]} if self.look else {}
+        plan = make_plan(
             name=name,
-            input={"format": "jsonl", "files": [], "n_items": self.n_items, "stride": 64, "columns": None}
-            | {"ranges": [[0, self.n_items]] if self.look else None, "folders": [], "repacked": False},
             input_digest="d",
             n_items=self.n_items,
             workload="slurmgpu.workloads.judge:Judge",
@@ -65,13 +64,10 @@ class Pretended:
             columns={"score": {"kind": "array", "dtype": "<f4", "shape": []}},
             batch_size=self.shard_items,
             shard_items=self.shard_items,
-            seed=0,
             lease_s=self.lease_s,
             margin_s=60.0,
-            auto_resubmit=0,
             resources={"gpus": self.n_tasks * self.n_gpus, "array": True, "executor": self.executor},
             slurm={"time": "04:00:00"},
-            merge={},
             provenance={
                 "run_file": "/home/ada/judge/slurmgpu.toml",
                 "versions": {"python": "3.11.7", "slurmgpu": "0.1.0"},
@@ -81,6 +77,7 @@ class Pretended:
             sample_s=self.sample_s,
             look=self.look,
         )
+        return replace(plan, input={**plan.input, **ranges})
 
     @property
     def n_items(self):

@@ -12,12 +12,10 @@ def published_run(folder, columns, rows, shards=None, shard_items=5, input_file=
 
     A text or an ItemError in place of a row is the item's error.
     """
-    empty = {"format": "jsonl", "files": [], "columns": None, "n_items": len(rows), "stride": 1}
-    empty |= {"ranges": None, "folders": [], "repacked": False}
     index = folder.parent / f"{folder.name}.idx"
+    plan = {"n_items": len(rows), "shard_items": shard_items, "columns": columns_to_json(columns)}
     if input_file is not None:
-        empty = scan([input_file], index, stride=shard_items).to_json()
-    plan = {"n_items": len(rows), "shard_items": shard_items, "columns": columns_to_json(columns), "input": empty}
+        plan["input"] = scan([input_file], index, stride=shard_items).to_json()
     run = planned_run(
         folder, **{**plan, "html": False, "name": folder.name, "search_path": str(folder.parent), **values}
     )

@@ -138,8 +138,8 @@ def wait_until_held(folder, n_shards, n_tasks=1):
     wait_until(are_held, f"{n_tasks} tasks to hold shards behind {n_shards}")
 
 
-def planned_run(folder, **values):
-    """A run without a workload, of one shard of 40 items, or as `values` of its plan say."""
+def make_plan(**values):
+    """A plan without a workload, of one shard of 40 items, or as its `values` say."""
     texts = dict.fromkeys(("input_digest", "workload", "search_path"), "")
     tables = {name: {} for name in ("settings", "columns", "resources", "slurm", "merge", "provenance")}
     n_items = values.get("n_items", 40)
@@ -147,8 +147,12 @@ def planned_run(folder, **values):
     tables["input"] |= {"ranges": None, "folders": [], "repacked": False}
     items = {"n_items": 40, "batch_size": 4, "shard_items": 40, "seed": 0}
     times = {"lease_s": 120.0, "margin_s": 0.0, "auto_resubmit": 0}
-    plan = {"name": "run", **texts, **tables, **items, **times}
-    return create_run(folder, Plan(**plan | values), ())
+    return Plan(**{"name": "run", **texts, **tables, **items, **times, **values})
+
+
+def planned_run(folder, **values):
+    """A run with such a plan."""
+    return create_run(folder, make_plan(**values), ())
 
 
 def copy_run(folder, copy):
