@@ -22,6 +22,7 @@ from slurmgpu.shards.columns import Array, Text
 from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.piece_table import OffsetsWriter
+from tests.support.limited import check_cannot_grow
 from tests.support.nightly import by_night
 from tests.support.shard_files import (
     FINGERPRINT,
@@ -451,20 +452,8 @@ def test_a_full_disk_leaves_the_old_file_alone_and_nothing_beside_it(tmp_path, s
 def test_a_file_that_cannot_grow_leaves_the_old_file_alone(tmp_path, old, limit):
     parts = write_parts(tmp_path, [0, 2000, 4000])
     target = old(tmp_path)
-    code = f"""
-import resource, sys
-from pathlib import Path, PosixPath
-sys.path[:0] = {sys.path!r}
-from tests.support.shard_files import join_parts
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-try:
-    join_parts({parts!r}, Path({str(target)!r}))
-except OSError as error:
-    print(error.errno)
-"""
-    # -B: of a module that it compiles, Python would leave the beginning, which no later process can import.
-    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == (str(errno.EFBIG), "")
+    before = "from tests.support.shard_files import join_parts"
+    check_cannot_grow(limit, before, f"join_parts({parts!r}, Path({str(target)!r}))")
     assert sorted(os.listdir(tmp_path)) == ["00000.h5", "00001.h5", "merged.h5"]
     assert target.read_bytes() == b"old"
 

@@ -13,7 +13,6 @@ import os
 import re
 import resource
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from slurmgpu.inputs import InputSpec, Reader, find, query_in, repack_query, rep
 from slurmgpu.inputs.repack import GROUP_ITEMS
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run, create_run
+from tests.support.limited import memory_of_scan
 from tests.support.nightly import by_night
 
 ROWS: list[dict[str, Any]] = [
@@ -188,24 +188,10 @@ def test_files_of_several_compressions_are_one_input(tmp_path: Path) -> None:
     assert [file.source and file.source.path for file in spec.files] == [*map(str, paths)]
 
 
-PLAN = """
-import resource, sys
-from pathlib import Path
-from slurmgpu.inputs import scan
-from tests.support.nightly import by_night
-import pyarrow.parquet
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-scan([Path(sys.argv[1])], Path(sys.argv[2]), stride=16)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
-"""
-
-
 def test_repacking_300_mb_takes_less_than_150_mb_of_memory(tmp_path: Path) -> None:
     line = json.dumps({"text": "x" * 998}).encode() + b"\n"
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line * 10_000, 1) * 30)
-    command = [sys.executable, "-c", PLAN, str(tmp_path / "a.jsonl.gz"), str(tmp_path / "index")]
-    grown_mb = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert grown_mb < 150
+    assert memory_of_scan(tmp_path / "a.jsonl.gz", tmp_path / "index") < 150
 
 
 def test_tables_and_data_frames_are_read_as_their_rows(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import errno
 import io
 import json
 import os
-import subprocess
 import sys
 import tracemalloc
 
@@ -18,6 +17,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.merge.export import FORMATS, export
 from slurmgpu.results import stored
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
+from tests.support.limited import check_cannot_grow
 from tests.support.runs import planned_run
 from tests.support.shard_files import (
     COLUMNS,
@@ -231,20 +231,8 @@ def test_an_export_that_fails_leaves_the_old_file_alone(merged, tmp_path, file_f
     if file_format != "hf":  # a folder, which replaces nothing
         output.write_bytes(b"old")
     before = sorted(os.listdir(tmp_path))
-    code = f"""
-import resource, sys
-from pathlib import Path
-sys.path[:0] = {sys.path!r}
-from slurmgpu.merge.export import export
-resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
-try:
-    export(Path({str(merged)!r}), {file_format!r}, Path({str(output)!r}))
-except OSError as error:
-    print(error.errno)
-"""
-    # -B: of a module that it compiles, Python would leave the beginning, which no later process can import.
-    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == (str(errno.EFBIG), "")
+    call = f"export(Path({str(merged)!r}), {file_format!r}, Path({str(output)!r}))"
+    check_cannot_grow(700, "from slurmgpu.merge.export import export", call)
     assert file_format == "hf" or output.read_bytes() == b"old"
     assert sorted(os.listdir(tmp_path)) == before
 
