@@ -113,7 +113,7 @@ def export(
 
     Raises SlurmGPUError if a byte differs. `columns` limits the columns, `where` the rows to those for which the
     condition is true. With `with_items`, or columns such as `item.text`, rows of a run include the data of their items.
-    If `to` is a path, the export restarts after a transient failure.
+    If `output` is a path, the export restarts after a transient failure.
     """
     chosen = Choice(columns, where, with_items)
     if isinstance(output, Path):
