@@ -80,6 +80,8 @@ def test_a_template_is_a_plain_prompt_that_may_have_a_system_prompt():
 
 def test_messages_are_taken_from_their_field():
     assert Prompts(messages="chat").of({"chat": CHAT}).messages == tuple(CHAT)
+    marked = [{**message, "tool_calls": None, "id": 3} for message in CHAT]
+    assert Prompts(messages="chat").of({"chat": marked}).messages == tuple(CHAT)
     with_system = Prompts(messages="chat", system="Short.").of({"chat": CHAT}).messages
     assert with_system == ({"role": "system", "content": "Short."}, *CHAT)
 
@@ -110,6 +112,10 @@ def test_an_answer_at_the_end_of_a_chat_is_not_shown_unless_asked():
         (["hi"], "message 0 of field 'chat' is 'hi'; expected \"role\" and \"content\""),
         ([CHAT[0], {"role": "bot", "content": ""}], "message 1 of field 'chat' has the role 'bot'; expected one of"),
         ([{"role": "user", "content": 3}], "message 0 of field 'chat' has 3; expected a text"),
+        (
+            [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}],
+            "message 1 of field 'chat' has tool_calls, which the prompt would lack",
+        ),
         ([{"role": "system", "content": ""}], "begins with a system message, and system is also set"),
     ],
 )

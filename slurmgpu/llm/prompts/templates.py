@@ -293,6 +293,11 @@ def _messages(field: str, value: Any) -> tuple[Message, ...]:
                 f"message {number} of field {field!r} has the role {message['role']!r:.40}; "
                 f"expected one of {', '.join(ROLES)}"
             )
+        if message.get("tool_calls"):
+            raise ItemError(
+                f"message {number} of field {field!r} has tool_calls, which the prompt would lack; expected them as "
+                f"text in its content"
+            )
         if not isinstance(message["content"], str):
             raise ItemError(f"message {number} of field {field!r} has {message['content']!r:.80}; expected a text")
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
