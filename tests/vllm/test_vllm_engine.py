@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import slurmgpu
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Passage, Prompt, Question, Request, Sampling
 from slurmgpu.llm.prompts.structures import structure_of
@@ -27,7 +28,7 @@ from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.score.workload import Score
 from tests.support.byte_models import THINKING, make_byte_llama
 from tests.support.engines import by_id, load_on_cpu, texts, tokens_of
-from tests.support.runs import datasets, kill_workers, published, start, wait_until, workers
+from tests.support.runs import kill_workers, published, start, wait_until, workers
 from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import make_llama, make_qwen3, sentence, sum_steps
 from tests.vllm.conftest import open_on_cpu
@@ -240,24 +241,27 @@ n = 2
 """
 
 
-def test_a_run_whose_worker_is_killed_has_the_bytes_of_one_that_was_not(tmp_path, wide_adder):
+def test_a_run_whose_worker_is_killed_has_the_rows_that_another_process_has(monkeypatch, vllm, tmp_path, wide_adder):
+    (tmp_path / "slurmgpu.toml").write_text(RUN.format(model=wide_adder))
+    data = [{"a": a, "b": b} for a, b in sums(40)]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(each) + "\n" for each in data))
     environ = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    for name in ("killed", "whole"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "slurmgpu.toml").write_text(RUN.format(model=wide_adder))
-        lines = [f'{{"a": {a}, "b": {b}}}\n' for a, b in sums(40)]
-        (tmp_path / name / "items.jsonl").write_text("".join(lines))
-    submit = ("submit", "--executor", "local", "--gpus", "0", "--tasks", "1")
-    killed = start(*submit, cwd=tmp_path / "killed", **environ)
-    wait_until(lambda: len(published(tmp_path / "killed")) > 1, "two shards")
-    assert kill_workers(tmp_path / "killed") == 1
+    killed = start("submit", "--executor", "local", "--gpus", "0", "--tasks", "1", cwd=tmp_path, **environ)
+    wait_until(lambda: len(published(tmp_path)) > 1, "two shards")
+    assert kill_workers(tmp_path) == 1
     said, _ = killed.communicate(timeout=300)
     assert killed.returncode == 0, said
-    whole = start(*submit, cwd=tmp_path / "whole", **environ)
-    said, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0, said
-    assert datasets(tmp_path / "killed") == datasets(tmp_path / "whole")
     assert not workers(tmp_path)
+    settings = {"prompt": "{a}+{b}=", "temperature": 1.0, "max_tokens": 40, "n": 2}
+    workload = loaded(monkeypatch, vllm, Generate, wide_adder, **settings)
+    items = [Item(index, each) for index, each in enumerate(data)]
+    expected = [row for first in range(0, len(items), 4) for row in workload(items[first : first + 4])]
+    with slurmgpu.open(tmp_path / "run" / "merged.h5") as merged:
+        found = merged.rows()
+    assert len(found) == len(expected)
+    for row, wanted in zip(found, expected, strict=True):
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(row[name], value)
 
 
 # With engines of their own: one that is closed ends the one above
