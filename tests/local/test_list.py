@@ -161,6 +161,18 @@ def test_what_cannot_be_read_is_passed_over_with_a_note():
     assert value["notes"] == ["2 folders could not be read: Permission denied"]
 
 
+@pytest.mark.parametrize("name", ["run.json", "submissions.jsonl", "merged.h5", "report.json"])
+def test_a_colleagues_file_that_may_not_be_read_is_told_in_a_sentence(name):
+    with tempfile.TemporaryDirectory() as top:  # pytest's own folders are closed to other users
+        folder = Path(top)
+        folder.chmod(0o755)
+        closed = ended(folder / "run").folder / name
+        closed.chmod(0)
+        with as_a_normal_user():
+            [row] = run_list.list_runs(folder)["runs"]
+    assert (row["state"], row["problem"]) == ("unreadable", f"{closed} cannot be read: Permission denied.")
+
+
 @contextlib.contextmanager
 def as_a_normal_user():
     """Root may read everything; so where root runs the tests, somebody else looks."""

@@ -155,12 +155,12 @@ def _tried(check: Callable[[], bool]) -> bool:
     return False
 
 
-def _open(folder: Path) -> Run | str:
+def _open(folder: Path) -> Run | Exception:
     """The run in a run directory, or what is wrong with it."""
     try:
         return Run.open(folder)
     except Exception as error:  # files may be damaged in any way
-        return _why(error)
+        return error
 
 
 def _ask_queues(runs: Sequence[Run], notes: Counter[str]) -> dict[str, Sequence[Any]]:
@@ -180,24 +180,26 @@ def _ask_queues(runs: Sequence[Run], notes: Counter[str]) -> dict[str, Sequence[
     return found
 
 
-def _row(folder: Path, run: Run | str, jobs: Mapping[str, Sequence[Any]], now: float) -> Row:
+def _row(folder: Path, run: Run | Exception, jobs: Mapping[str, Sequence[Any]], now: float) -> Row:
     row: Row = {
         "run": folder.name,
         "run_dir": str(folder),
-        "state": "damaged",
+        "state": "",
         "n_items": None,
         "n_items_done": None,
         "n_errors": None,
         "age_s": _age(folder, now),
         "gpu_hours": None,
-        "probe_of": None if isinstance(run, str) else _probed(run),
-        "problem": run if isinstance(run, str) else None,
+        "probe_of": _probed(run) if isinstance(run, Run) else None,
+        "problem": None,
     }
-    if isinstance(run, Run):
-        try:
-            _enter_standing(row, run, queued_jobs(run, among=jobs))
-        except Exception as error:
-            row["problem"] = _why(error)
+    try:
+        if isinstance(run, Exception):
+            raise run
+        _enter_standing(row, run, queued_jobs(run, among=jobs))
+    except Exception as error:
+        row["state"] = "unreadable" if isinstance(error, PermissionError) else "damaged"
+        row["problem"] = _why(error)
     return row
 
 
@@ -236,6 +238,8 @@ def _age(folder: Path, now: float) -> float | None:
 def _why(error: Exception) -> str:
     if isinstance(error, SlurmGPUError):
         return str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} cannot be read: {error.strerror}."
     return textwrap.shorten(described(error), 160, placeholder=" …")
 
 
