@@ -128,6 +128,7 @@ def pace_of(
     ]
     at_once, throttled = [joining(0.0)] * n_startable, n_waiting - n_startable
     left_s, n_over = _simulate(plan, [*slots, *known], free, joining, throttled)
+    left_s = left_s or None  # the last shards are overdue: nothing tells how long their items still take
     if_s = _simulate(plan, [*slots, *at_once], free, joining, throttled)[0] if at_once else left_s
     n_over = n_over if len(known) == n_startable else 0
     return Pace(together if living else None, left_s, if_s, n_over, **counts)

@@ -56,7 +56,8 @@ def pace_words(status: Status) -> str:
     n_open = status["n_shards"] - status["n_shards_done"]
     if not n_open:
         return ""
-    n_held = min(n_open, sum(attempt["silent"] and attempt["shard"] is not None for attempt in status["attempts"]))
+    attempts = status["attempts"]
+    n_held = min(n_open, sum(each["silent"] and each["shard"] is not None for each in attempts))
     if rate == 0 and n_held:
         return f"{parts[0]}: {count_of(n_held, 'shard')} of silent tasks can be taken over once their leases are stale"
     if left_s is not None:
@@ -64,7 +65,9 @@ def pace_words(status: Status) -> str:
     elif pace["n_shards_left_over"] and pace["n_living"]:
         parts.append(f"{count_of(pace['n_shards_left_over'], 'shard')} will be left over when the walltimes end")
     elif pace["n_living"] and status["state"] == "running" and not if_words(status):
-        parts.append("time left: not known yet")
+        is_overdue = rate and n_open <= sum(not each["silent"] and each["shard"] is not None for each in attempts)
+        late = f"{count_of(n_open, 'shard')} in hand, for longer than those before"
+        parts.append(late if is_overdue else "time left: not known yet")
     return ", ".join(parts)
 
 

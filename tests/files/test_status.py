@@ -175,6 +175,16 @@ def test_what_tasks_of_a_dead_node_had_waits_for_their_leases_and_is_said_to(run
     assert "left, until about" in pace_words(read_status(run, LATE, now=NOW + 201))
 
 
+def test_a_last_shard_that_takes_longer_than_those_before_is_given_no_time(tmp_path):
+    run = pretend_run(tmp_path / "judge", 180, n_tasks=1, n_shards=3, spread=0.0, walltime_s=None)
+    queue = [job("4711_0", "RUNNING")]
+    assert "left, until about" in pace_words(read_status(run, queue, now=BEGIN + 181))
+    change(run, "4711_0.0", updated=BEGIN + 36_000)
+    status = read_status(run, queue, now=BEGIN + 36_001)
+    assert status["pace"]["left_s"] is None
+    assert pace_words(status).endswith(" items/s, 1 shard in hand, for longer than those before")
+
+
 def test_living_attempts_have_the_last_sample_of_their_gpus(run):
     change(run, "4711_2.0", state="ended", shard=None, ended=NOW)
     reader, names = StatusReader(run), ("4711_0.0", "4711_1.0", "4711_2.0")
