@@ -53,21 +53,34 @@ def describe(folder: Path, **files: Any) -> str:
     return str(folder)
 
 
-def save_encoder(folder: Path, family: str) -> str:
-    """A random encoder and its tokenizer, on disk, as transformers saves them."""
+T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "pad_token_id": 0}
+SIDE = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
+BART = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIDE.items()}
+BART |= {"d_model": 32, "max_position_embeddings": 18, "pad_token_id": 0}
+OF_TWO = {"t5": T5, "mt5": T5, "bart": BART, "m2m_100": BART}
+"""Families of an encoder with a decoder."""
+
+
+def save_encoder(folder: Path, family: str, *, has_ends: bool = True) -> str:
+    """A random encoder and its tokenizer, on disk, as transformers saves them.
+
+    The tokenizer adds tokens at a text's ends, if it `has_ends`.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-    sizes = FAMILIES[family]
+    sizes = {**FAMILIES, **OF_TWO}[family]
     torch.manual_seed(0)
     # Wide initial weights, so that the number and order of tokens matter.
-    config = AutoConfig.for_model(family, vocab_size=len(WORDS), initializer_range=0.5, **sizes)
+    wide = {"initializer_factor": 1.0} if "d_kv" in sizes else {"initializer_range": 0.5}
+    config = AutoConfig.for_model(family, vocab_size=len(WORDS), **wide, **sizes)
     AutoModel.from_config(config).save_pretrained(folder)
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.BertProcessing(("[SEP]", 4), ("[CLS]", 3))
+    if has_ends:
+        words.post_processor = processors.BertProcessing(("[SEP]", 4), ("[CLS]", 3))
     special = {"pad_token": WORDS[sizes.get("pad_token_id", 0)], "cls_token": "[CLS]", "sep_token": "[SEP]"}
     # It pads on the left, which embed has to overrule, and knows no limit of its own.
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
@@ -336,6 +349,33 @@ def test_an_item_without_a_text_gets_an_error_in_its_place(tiny):
     assert all(isinstance(row, ItemError) for row in workload([Item(0, {}), Item(1, {})]))
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_text_without_tokens_is_an_error_of_its_item_alone(tmp_path, pooling):
+    model = save_encoder(tmp_path, "bert", has_ends=False)
+    workload = loaded(model=model, pooling=pooling, dtype="float32")
+    data = [{"text": ""}, {"text": "a cat"}, {"text": " "}, {"txt": ""}, {"text": "the mat"}]
+    rows = workload([Item(i, record) for i, record in enumerate(data)])
+    assert [isinstance(row, ItemError) for row in rows] == [True, False, True, True, False]
+    assert str(rows[0]) == str(rows[2]) == "field 'text' holds a text without tokens; expected a longer one"
+    both = vectors(workload, "a cat", "the mat")
+    np.testing.assert_array_equal([rows[1]["embedding"], rows[4]["embedding"]], both)
+    assert isinstance(workload([Item(0, {"text": ""})])[0], ItemError)
+    assert np.isfinite(vectors(loaded(model=model, prefix="query", pooling=pooling), "")).all()
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_a_model_of_an_encoder_and_a_decoder_embeds_a_text(tmp_path, family):
+    workload = loaded(model=save_encoder(tmp_path, family), dtype="float32")
+    together = vectors(workload, "a cat", "the dog sat on the mat")
+    np.testing.assert_allclose(together[:1], vectors(workload, "a cat"), atol=1e-5)
+    assert np.ptp(together, axis=0).max() > 0.1
+
+
+def test_a_decoder_that_needs_a_text_of_its_own_is_refused(tmp_path):
+    with pytest.raises(SlurmGPUError, match=r"a M2M100Model, which computes nothing of a text alone: .* Choose an enc"):
+        loaded(model=save_encoder(tmp_path, "m2m_100"))
+
+
 def test_a_checkpoint_that_lacks_weights_other_than_a_pooler_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -543,6 +583,19 @@ def test_embeddings_are_those_of_sentence_transformers(minilm):
     texts = [*SENTENCES, "", "The market fell. " * 400]
     expected = SentenceTransformer(minilm._source, device="cpu").encode(texts)
     np.testing.assert_allclose(vectors(minilm, *texts), expected, atol=1e-6)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("family", ["t5", "mt5"])
+def test_embeddings_of_a_t5_are_its_encoders_as_from_sentence_transformers(tmp_path, family):
+    from sentence_transformers import SentenceTransformer
+
+    model = save_encoder(tmp_path, family)
+    texts = ["a cat", "", "the dog sat on the mat"]
+    expected = SentenceTransformer(model, device="cpu").encode(texts)
+    np.testing.assert_allclose(
+        vectors(loaded(model=model, normalize=False, dtype="float32"), *texts), expected, atol=1e-5
+    )
 
 
 @pytest.mark.model

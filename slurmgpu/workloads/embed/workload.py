@@ -140,7 +140,13 @@ class Embed:
     def load(self, task: TaskContext) -> None:
         """Load tokenizer and model on the task's device."""
         import torch
-        from transformers import AutoConfig, AutoModel, AutoTokenizer
+        from transformers import (
+            MODEL_FOR_TEXT_ENCODING_MAPPING,
+            AutoConfig,
+            AutoModel,
+            AutoModelForTextEncoding,
+            AutoTokenizer,
+        )
 
         from slurmgpu.llm.transformers_engine.loading import check_whole, from_pretrained
 
@@ -151,8 +157,11 @@ class Embed:
         choose_kernels(self.precision)
         precision = getattr(torch, TORCH_NAMES[self.precision])
         arguments = {"pretrained_model_name_or_path": self._source, **self._options}
-        arguments |= {"config": AutoConfig.from_pretrained(**arguments), "dtype": precision}
-        model, report = from_pretrained(arguments, AutoModel)
+        config: Any = AutoConfig.from_pretrained(**arguments)
+        arguments |= {"config": config, "dtype": precision}
+        # As sentence-transformers does: of T5 and its kin the encoder alone.
+        is_two = config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+        model, report = from_pretrained(arguments, AutoModelForTextEncoding if is_two else AutoModel)
         # A pooler makes no difference to the hidden states, and many encoders are saved without one.
         check_whole(model, report, self._source, "vectors of random weights would mean nothing", unused="pooler")
         self._model = model.to(task.device)
@@ -166,12 +175,27 @@ class Embed:
                 f"embed: prefix has {self._n_left_out} tokens, texts are cut at {limit}, and the model's pooling "
                 f"leaves the prefix out, so that nothing is left. Set a shorter prefix, or raise max_tokens."
             )
+        if model.config.is_encoder_decoder and not is_two:
+            self._try()
         self._makes_masks = False
         if self._model.device.type != "cpu":
             with torch.inference_mode():
                 self._makes_masks = takes_masks(self._model, self._tokens.of)
         self._telling = Progress(task.tell, "texts embedded")
         log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, limit)
+
+    def _try(self) -> None:
+        """Refuse a model of an encoder and a decoder that computes nothing of a text alone."""
+        import torch
+
+        try:
+            with torch.inference_mode():
+                self._model(**{name: each.to(self._model.device) for name, each in self._tokens.of(["a"]).items()})
+        except (TypeError, ValueError) as error:
+            raise SlurmGPUError(
+                f"embed: {self._source} is an encoder with a decoder, a {type(self._model).__name__}, which computes "
+                f"nothing of a text alone: {error}. Choose an encoder, or a T5 model, of which embed takes the encoder."
+            ) from error
 
     def sort_key(self, item: Item) -> int:
         """Long texts first: similar lengths share a batch, and a batch too large for the GPU fails at once."""
@@ -181,8 +205,13 @@ class Embed:
     def prepare(self, items: Sequence[Item]) -> Prepared:
         """The items' texts as tokens; a GPU starts to compute their vectors after those of the previous call."""
         texts = [self._text(item) for item in items]
-        good = [text for text in texts if isinstance(text, str)]
-        batch = self._tokens.of(good) if good else None
+        good = {number: text for number, text in enumerate(texts) if isinstance(text, str)}
+        batch = self._tokens.of([*good.values()]) if good else None
+        if batch is not None and not (has_tokens := batch["attention_mask"][:, self._n_left_out :].any(1)).all():
+            # Only with a tokenizer that adds no token at a text's ends; such a text would make other texts' call fail.
+            for number in np.array([*good])[~has_tokens.numpy()]:
+                texts[number] = ItemError(f"field {self.field!r} holds a text without tokens; expected a longer one")
+            batch = {name: each[has_tokens] for name, each in batch.items()} if has_tokens.any() else None
         if batch is None or self._model.device.type == "cpu":
             return Prepared(texts, partial(self._computed, batch))
         return Prepared(texts, self._begun(batch))
@@ -245,9 +274,9 @@ class Embed:
 
         with torch.inference_mode():
             tokens = self._model(**given).last_hidden_state.float()  # (text, token, hidden)
-            first = self._n_left_out  # texts are longer, except an empty one if the tokenizer adds nothing at its end
+            first = self._n_left_out  # every text has more tokens
             if self.pooling == "cls":
-                vectors = tokens[:, min(first, tokens.shape[1] - 1)]
+                vectors = tokens[:, first]
             else:
                 mask = batch["attention_mask"][:, first:].unsqueeze(-1)
                 vectors = (tokens[:, first:] * mask).sum(1) / mask.sum(1)
