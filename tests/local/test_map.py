@@ -497,6 +497,20 @@ def test_a_text_that_is_none_in_the_first_item_may_be_none():
     assert run["note"][:] == [None, None, "large"]
 
 
+def test_a_number_that_is_none_is_nan_among_floats_and_stays_none_among_others():
+    def found(n):
+        is_late = n > 2
+        return {"score": None if is_late else n / 2, "count": None if n == 1 else n, "right": n == 3 or None}
+
+    run = slurmgpu.map(found, [1, 2, 3], **IN_PROCESS)
+    assert [error for _, error, _ in values(run)] == [None] * 3
+    np.testing.assert_array_equal(run["score"][:], [0.5, 1.0, np.nan])
+    assert run["count"][:] == [None, 2, 3]
+    assert run["right"][:] == [None, None, True]
+    declared = slurmgpu.map(lambda n: None if n == 2 else n, [1, 2], columns="float32", **IN_PROCESS)
+    np.testing.assert_array_equal(declared["result"][:], np.float32([1, np.nan]))
+
+
 def test_a_row_of_a_table_is_an_item():
     frame = pd.DataFrame({"n": [1, 2, 3], "text": ["a", None, "c"]}, index=[5, 6, 7])
     here = {**IN_PROCESS, "overrides": {**HERE["overrides"], "keep": ["text"]}}

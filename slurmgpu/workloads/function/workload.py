@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -17,7 +18,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.python_items import UNWRAP
 from slurmgpu.run.submissions import Pickled
 from slurmgpu.shards.column_types import FLATTEN, RESULT, columns_of_types, type_for_both, type_of_column, types_of_rows
-from slurmgpu.shards.columns import Column, Json
+from slurmgpu.shards.columns import Array, Column, Json
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
 from slurmgpu.workloads.function.event_loop import EventLoop
 
@@ -29,7 +30,7 @@ class Function:
     the function's second argument. With `pickled`, the functions are in the run directory, in a pickle with that digest
     from that version of Python. Functions given at a resubmission replace them. `columns` has a type for each column,
     or its description in run.json. With `batched` the function takes a list of items, and returns a list or columns.
-    With `learn` the rows are the types of their columns. `argv` is the command line for modules that parse one when
+    With `learn` the rows are the types of their columns. None in a column of floats is NaN, as in pandas. `argv` is the command line for modules that parse one when
     they are imported.
     """
 
@@ -46,6 +47,7 @@ class Function:
         argv: list[str] | None = None,
     ) -> None:
         self.columns: Mapping[str, Column] = {"types": Json()} if learn else columns_of_types(columns or {}, "function")
+        self._floats = [name for name, column in self.columns.items() if _is_float(column)]
         self.takes_one = not batched
         self._names, self._learns = (function, load), learn
         self._pickled = cast(Pickled | None, pickled)
@@ -114,7 +116,7 @@ class Function:
                 types[name] = type_for_both(types.get(name), kind) if kind or name in types else "json"
         except SlurmGPUError:
             return FLATTEN
-        # None and missing values fit only a JSON column.
+        # None and missing values fit only a JSON column; None has become NaN among floats.
         types |= {name: "json" for name in types if row.get(name) is None}
         if types == declared:
             return ""
@@ -126,11 +128,16 @@ class Function:
             return value  # the item's error
         row = as_row(value)
         if not self._learns:
-            return row
+            missing = [name for name in self._floats if name in row and row[name] is None]
+            return {**row, **dict.fromkeys(missing, math.nan)} if missing else row
         try:
             return {"types": types_of_rows([row])}
         except SlurmGPUError as error:
             return ItemError(str(error))
+
+
+def _is_float(column: Column) -> bool:
+    return isinstance(column, Array) and not column.shape and column.dtype.kind == "f"
 
 
 def as_row(value: Any) -> Row:
