@@ -49,7 +49,7 @@ from slurmgpu.shards.userblock import (
     verify,
     write_at,
 )
-from slurmgpu.util.atomic_files import fsync_dir, partial_path
+from slurmgpu.util.atomic_files import fsync_dir, keep_readers, partial_path
 from slurmgpu.util.process_wide import without_full_collections
 from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_fresh, remove, replace, retried
 
@@ -191,6 +191,7 @@ def join(
                 about: Attributes = {"fingerprint": fingerprints[0], "n_items": n_items, "complete": n_rows == n_items}
                 try:
                     with retried(lambda: open(beside, "wb", buffering=0), patience_s) as file:
+                        keep_readers(file.fileno(), target, patience_s)
                         merged = _Merged(file.fileno(), shards, left, {**about, **attributes})
                         copied, again = merged.copy_all(pool, left, damage)
                         is_whole = len(copied) == len(left)

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,7 +86,7 @@ def whole_file(
 
     A reader sees the old file or the new one, never a part; after an error the old one stays. Without `durable` nothing
     is fsynced: for progress that may be lost if the machine fails. The last step alone is retried, for `patience_s`.
-    `mode` sets the permissions of the file, by default those of the umask.
+    `mode` sets the permissions of the file, by default those of the umask, and of `keep_readers`.
     """
     with beside(path) as partial:
         if mode is not None:
@@ -94,6 +95,8 @@ def whole_file(
             if mode is not None:
                 with naming(path):
                     _give_mode(file.fileno(), mode)
+            else:
+                keep_readers(file.fileno(), path, patience_s)
             yield file
             if durable:
                 file.flush()
@@ -101,6 +104,16 @@ def whole_file(
         replace(partial, path, patience_s)
     if durable:
         fsync_dir(path.parent, patience_s)
+
+
+def keep_readers(fd: int, path: Path, patience_s: float = PATIENCE_S) -> None:
+    """Let all read an open file who may read the file at `path`, which it will replace, whatever the umask is."""
+    with contextlib.suppress(FileNotFoundError):
+        former, new = retried(path.lstat, patience_s), os.fstat(fd)
+        readers = former.st_mode & (stat.S_IROTH | (stat.S_IRGRP if former.st_gid == new.st_gid else 0))
+        if stat.S_ISREG(former.st_mode) and readers & ~new.st_mode:
+            with naming(path):
+                _give_mode(fd, stat.S_IMODE(new.st_mode) | readers)
 
 
 def _give_mode(fd: int, mode: int) -> None:

@@ -147,6 +147,23 @@ def test_a_file_of_a_mode_has_no_other_one_before(tmp_path, monkeypatch, mode):
     assert (tmp_path / "private.json").stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.parametrize(
+    ("former", "umask", "found"), [(0o644, 0o077, 0o644), (0o600, 0o022, 0o644), (0o664, 0o027, 0o644)]
+)
+def test_a_file_that_replaces_another_keeps_its_readers(tmp_path, former, umask, found):
+    path = tmp_path / "file"
+    path.touch()
+    path.chmod(former)
+    before = os.umask(umask)
+    try:
+        write_bytes(path, b"new")
+        write_bytes(tmp_path / "secret", b"", mode=0o600)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == found
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+
+
 @pytest.mark.parametrize(("has", "asked"), [(0o755, 0o644), (0o777, 0o644), (0o755, 0o600)])
 def test_where_no_mode_can_be_given_a_file_is_written_only_if_others_may_do_no_more(tmp_path, monkeypatch, has, asked):
     def refuse(fd, mode):

@@ -228,6 +228,18 @@ def test_who_would_hide_rows_from_the_owner_by_a_umask_is_told_so_before_anythin
     check_rows(folder, 24)
 
 
+def test_whoever_could_read_what_was_merged_can_read_what_replaces_it(colleagues):
+    folder = colleagues.project("read", lacking=True)
+    colleagues.slurmgpu(ALICE, "merge", "run", cwd=folder, expect=3)
+    replaced = [folder / "run" / name for name in ("merged.h5", "report.json")]
+    before = [path.stat().st_ino for path in replaced]
+    colleagues.slurmgpu(ALICE, "resubmit", *COMPUTE, "run", cwd=folder, umask=0o077, expect=0)
+    assert not set(before) & {path.stat().st_ino for path in replaced}
+    assert [stat.S_IMODE(path.stat().st_mode) for path in replaced] == [0o644] * 2
+    said = colleagues.slurmgpu(BOB, "show", "run", cwd=folder, expect=0).stdout
+    assert len(said.splitlines()) == 11
+
+
 def test_where_an_access_control_list_stands_for_the_umask_nobody_is_refused_for_one(colleagues):
     folder = colleagues.project("group", lacking=True)
     open_to_the_group(folder)

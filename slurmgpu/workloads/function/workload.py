@@ -30,8 +30,8 @@ class Function:
     the function's second argument. With `pickled`, the functions are in the run directory, in a pickle with that digest
     from that version of Python. Functions given at a resubmission replace them. `columns` has a type for each column,
     or its description in run.json. With `batched` the function takes a list of items, and returns a list or columns.
-    With `learn` the rows are the types of their columns. None in a column of floats is NaN, as in pandas. `argv` is the command line for modules that parse one when
-    they are imported.
+    With `learn` the rows are the types of their columns. None in a column of floats is NaN, as in pandas. `argv` is the
+    command line for modules that parse one when they are imported.
     """
 
     def __init__(
