@@ -6,6 +6,7 @@ import pytest
 from slurmgpu.llm.interface.engine import EngineOptions, Prompt, Request, Sampling
 from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished, PromptError
 from slurmgpu.llm.prompts.templates import Template
+from slurmgpu.llm.vllm_engine.engine import VllmEngine
 from tests.support.tiny_models import TEMPLATE, make_tokenizer
 
 
@@ -190,6 +191,16 @@ def test_an_answer_that_is_to_fit_has_what_the_context_leaves(tmp_path):
         except PromptError as error:
             found[room] = error.output(request).finish_reason
     assert found == {600: 512, 512: 512, 3: 3, 0: "length"}
+
+
+def test_vllm_is_told_which_special_tokens_are_stop_texts(tmp_path):
+    made, tokenizer = codec(tmp_path, special=HARMONY)
+    engine = object.__new__(VllmEngine)
+    engine._codec, engine._stop_ids = made, [2]
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    for stop, expected in (((), [2]), (("a", "end"), [2]), (("a", "<|end|>"), [2, end])):
+        encoded = made.encode(Request(0, Prompt("1"), Sampling(stop=stop)))
+        assert engine._sampling_arguments(encoded)["stop_token_ids"] == expected
 
 
 # Answers that a model goes on with

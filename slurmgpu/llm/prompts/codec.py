@@ -376,6 +376,10 @@ class Codec:
         for text in texts:
             yield from self._tokenize(text, add_special_tokens=False)
 
+    def stop_ids_of(self, stop: Sequence[str]) -> list[int]:
+        """The special tokens that are stop texts: the text of an answer does not show them."""
+        return [token for token, text in self._special.items() if text in stop]
+
     def has_stopped(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
         """Whether a stop text ended with the last token."""
         if not stop:

@@ -184,7 +184,8 @@ class VllmEngine:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "stop": list(sampling.stop),
-            "stop_token_ids": self._stop_ids,  # vLLM itself only knows the tokenizer's
+            # vLLM itself only knows the tokenizer's, and searches a text without special tokens for stop texts.
+            "stop_token_ids": [*self._stop_ids, *self._codec.stop_ids_of(sampling.stop)],
             "detokenize": bool(sampling.stop),  # vLLM needs text only to find stop texts
         }
         if sampling.temperature > 0:
