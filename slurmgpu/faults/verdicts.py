@@ -187,9 +187,17 @@ def _ended(found: _Found, fault: Fault) -> AttemptRow:
     return attempt
 
 
+def _left_nothing(attempt: AttemptRow) -> bool:
+    """Whether no shard was left when the attempt ended: then the fault that ended it cost nothing."""
+    return (attempt["failure"], attempt["reason"]) == (None, "complete")
+
+
 def _tell_preempt(found: _Found, fault: Fault) -> str:
-    attempt, row, shard = _ended(found, fault), _row(found, fault), found.shard(fault)
-    said = f"{attempt['attempt']} got SIGTERM with item {fault.at} in flight ({attempt['failure']})"
+    attempt, row, shard = found.struck(fault), _row(found, fault), found.shard(fault)
+    said = f"{attempt['attempt']} got SIGTERM with item {fault.at} in flight"
+    if _left_nothing(attempt):  # progress is saved at the end of an item, too
+        return f"{said} and published the last shard; {row}"
+    said += f" ({_ended(found, fault)['failure']})"
     if shard in found.missing:
         return f"{said} and released shard {shard}; {row}"
     return f"{said}; {found.maker(shard)} computed shard {shard}, and {row}"
@@ -199,7 +207,7 @@ def _tell_timeout(found: _Found, fault: Fault) -> str:
     attempt = found.struck(fault)
     said = f"the walltime of {attempt['attempt']} ended early"
     published = f"it published {count_of(attempt['n_shards'], 'shard')}"
-    if (attempt["failure"], attempt["reason"]) == (None, "complete"):
+    if _left_nothing(attempt):
         return f"{said}; {published}, and no other was left"
     return f"{said} ({_ended(found, fault)['failure']}); {published} and claimed no more"
 

@@ -165,6 +165,14 @@ def test_a_walltime_that_ends_early_with_the_last_shard_leaves_nothing(project, 
     assert report(folder)["failures"] == {}
 
 
+def test_a_preemption_at_the_end_of_the_last_item_leaves_nothing(project, slurmgpu):
+    folder = project(2, settings={"n": 1}, **LONG)
+    done = slurmgpu(*LOCAL, "--inject", "preempt@1", cwd=folder, expect=0)
+    said = "local1_0.0 got SIGTERM with item 1 in flight and published the last shard; item 1 has its row"
+    assert f"preempt@1: {said}\n" in done.stderr
+    assert report(folder)["failures"] == {}
+
+
 def test_a_fault_of_a_look_is_lifted_by_the_number_of_its_item(project, slurmgpu):
     folder = project(40)
     look = ("submit", "--items", "30:38", "--executor", "debug", "--gpus", "0")
