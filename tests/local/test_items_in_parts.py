@@ -96,6 +96,17 @@ def joining(folder):
     return [int(found[1]) for found in told if found]
 
 
+def wait_for_holder(folder):
+    """The record of the task that holds the first shard, once it says so: it may be written after the others'."""
+
+    def found():
+        return [record for record in records(folder) if record["shard"] == 0]
+
+    wait_until(found, "the holder to say that it holds the shard")
+    [record] = found()
+    return record
+
+
 def check_values(folder, *numbers):
     with package.open(folder / "run" / "merged.h5") as merged:
         assert [values.tolist() for values in merged["values"][:]] == [wanted(x) for x in numbers or (100, 200)]
@@ -151,7 +162,7 @@ def test_a_task_that_dies_with_a_part_of_an_item_loses_nothing(divided):
     process = start(*LOCAL, "--tasks", "3", cwd=folder)
     wait_until(lambda: len(marked(folder)) == 3, "three tasks to be at work on one item")
     wait_until(lambda: joining(folder) == [0, 0], "two of them to say so")
-    [holder] = [record for record in records(folder) if record["shard"] is not None]
+    holder = wait_for_holder(folder)
     joined = [record for record in records(folder) if record["shard"] is None]
     os.kill(holder["pid"], signal.SIGKILL)  # the task that holds the shard
     [worker] = [int(name.rpartition("-")[2]) for name in marked(folder) if name.startswith(joined[0]["attempt"])]
@@ -199,7 +210,7 @@ def test_a_holder_that_is_told_to_stop_finishes_its_item_with_those_who_compute_
     logs = [*(folder / "run" / "logs").glob("*_log.err")]
     wait_until(lambda: all("takes no more shards" in path.read_text() for path in logs), "both to be told")
     time.sleep(2.0)  # longer than a pause between two looks
-    [holder] = [record["attempt"] for record in records(folder) if record["state"] != "ended" and record["shard"] == 0]
+    holder = wait_for_holder(folder)["attempt"]
     (folder / "held-106").unlink()
     process.communicate(timeout=250)
     check_values(folder, 100)
