@@ -15,6 +15,7 @@ from slurmgpu import open as slurmgpu_open
 from tests.cluster import Cluster, missing
 from tests.cluster.fixture import leave_out
 from tests.local.test_command_runs import make as make_command
+from tests.support.held_ranks import hold
 from tests.support.nightly import by_night
 from tests.support.runs import (
     check_rows,
@@ -268,12 +269,14 @@ def test_an_array_computes_in_the_image(project, slurmgpu, apptainer):
 def test_a_signal_of_slurms_during_a_shard_in_the_image_costs_nothing(project, apptainer, cluster, signame, said):
     if not cluster.has_cgroups:
         pytest.skip("without cgroups Slurm signals every process")
-    folder = project(80, held_from=16, container=apptainer.table(), auto_resubmit=2)
+    # The task that is told ends its shard, and the other one waits: else it might compute the rest before.
+    folder = hold(project, 80, {16: "held", 24: "held"}, container=apptainer.table(), auto_resubmit=2)
     process = start(*SLURM, "--gpus", "2", cwd=folder)
     wait_until_held(folder, 2, 2)
     job = json.loads((folder / "run" / "submissions.jsonl").read_text().splitlines()[-1])["array_job"]
     cluster.run("scancel", f"--signal={signame}", f"{job}_0")
     wait_until(lambda: logged(folder, said), "the task to hear of it")
+    wait_until(lambda: records(folder)[0]["state"] == "ended", "the end of the task")
     let_go(folder)
     output, _ = process.communicate(timeout=250)
     assert process.returncode in (0, 3), output
@@ -433,6 +436,7 @@ def test_nodes_that_all_lack_the_same_are_not_taken_out(project, slurmgpu, appta
     # Each task has more than half of a node's CPUs, so that there is one on each.
     table = apptainer.table(binds=[*apptainer.binds, str(missing)])
     folder = project(40, container=table, slurm={"cpus-per-task": 9})
+    cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "both nodes to be free")
     slurmgpu(*SLURM, "--gpus", "2", cwd=folder, expect=3)
     assert {attempt["bad_node"] for attempt in report(folder)["attempts"]} == {"gpu1", "gpu2"}
     missing.mkdir()

@@ -86,10 +86,12 @@ def wait_for_holders(folder, *jobs):
 @pytest.mark.slurm
 def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu, sbatch):
     tables = {"resources": {"gpus": 2, "array": True, "device": "cpu"}}
-    folder = project(80, **tables, slurm={"time": "00:10:00"})
+    folder = project(80, held_from=0, **tables, slurm={"time": "00:10:00"})
+    let_go(folder)
     slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
     before = datasets(folder)
     (folder / "run").rename(folder / "local")
+    (folder / "held").touch()
 
     done = slurmgpu("plan", cwd=folder, expect=0)
     tasks, merge = done.stdout.splitlines()
@@ -111,6 +113,8 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
     lock = {"token": "t", "beat": 3, "doing": "submitting", "user": "ada", "since": 0.0, **own_id(), "pid": 4194304}
     (folder / "run" / ".submitting").write_text(json.dumps(lock))
     subprocess.run(["scontrol", "release", array], check=True)
+    wait_for_holders(folder, array, array)
+    let_go(folder)
     wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge")
 
     assert datasets(folder) == before
