@@ -55,6 +55,11 @@ def workers_of(record, folder):
     return [pid for pid, line in workers(folder) if record["attempt"] in line]
 
 
+def seconds_in_hand(record):
+    """How long a task has had the shard in hand, as of its record."""
+    return record["updated"] - record["shard_started"] if record["shard_started"] else 0.0
+
+
 WAITS = '''
 
 class Waits(Long):
@@ -76,6 +81,8 @@ def test_an_item_left_for_later_is_time_well_spent(project, slurmgpu):
     process = start(*LOCAL, cwd=folder)
     path = folder / "run" / "counts" / "0"
     wait_until(lambda: path.exists() and path.read_text().count("\n") == 10, "progress")
+    # By the clock of the task, which may have heard of the item later than its worker began it.
+    wait_until(lambda: seconds_in_hand(records(folder)[0]) >= NEARLY * 9 * 0.05, "as much time in the record")
     os.kill(records(folder)[0]["pid"], signal.SIGTERM)
     process.communicate()
     [record] = records(folder)
