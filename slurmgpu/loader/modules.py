@@ -26,7 +26,7 @@ def load_class(full_name: str, search_path: Path) -> type:
     module_name, _, class_name = full_name.rpartition(":")
     if str(search_path) not in sys.path:
         sys.path.insert(0, str(search_path))
-    module = import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    module = _import_of_workload(module_name)
     found = getattr(module, class_name, None)
     if inspect.isroutine(found):
         raise SlurmGPUError(
@@ -39,6 +39,11 @@ def load_class(full_name: str, search_path: Path) -> type:
     if "__call__" not in _members(found):
         raise SlurmGPUError(f"{title_of(full_name)}: the class has no method '__call__', which every workload needs.")
     return found
+
+
+def import_named(module: str) -> ModuleType:
+    """Import a module by its name, or by the path of its file, which ends in `.py`."""
+    return import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
 
 
 def import_file(path: Path) -> ModuleType:
@@ -93,9 +98,9 @@ def _users_line(error: BaseException) -> str:
     return f"{last.filename}, line {last.lineno}"
 
 
-def _import_module(name: str) -> ModuleType:
+def _import_of_workload(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        return import_named(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise SlurmGPUError(

@@ -87,9 +87,18 @@ def resolve_use(use: str, base: Path) -> str:
             f"Workload {use!r} is not of the form 'package.module:Class' or 'file.py:Class'."
             + did_you_mean(use, BUILT_IN)
         )
-    if module.endswith(".py"):
-        path = (base / expanded(module)).resolve()
-        if not path.is_file():
-            raise SlurmGPUError(f"Workload {use!r}: there is no file {path}.")
-        return f"{path}:{name}"
-    return full
+    return with_whole_path(full, base, f"Workload {use!r}")
+
+
+def with_whole_path(full_name: str, base: Path, what: str) -> str:
+    """A name such as `file.py:Class` with the file's whole path, relative to `base`; others as they are.
+
+    SlurmGPUError, which begins with `what`, if there is no such file.
+    """
+    module, _, name = full_name.rpartition(":")
+    if not module.endswith(".py"):
+        return full_name
+    path = (base / expanded(module)).resolve()
+    if not path.is_file():
+        raise SlurmGPUError(f"{what}: there is no file {path}.")
+    return f"{path}:{name}"

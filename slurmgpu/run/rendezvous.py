@@ -123,14 +123,19 @@ def connect(host: str, port: int, secret: str) -> socket.socket | None:
     return None
 
 
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel ask whether the other side is alive, also while nothing is sent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 class Line:
     """One side of a connection."""
 
     def __init__(self, connection: socket.socket, host: str = "") -> None:
         self.host = host
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(connection)
         self._connection = connection
         self._reader = connection.makefile("rb")
         self._lock = threading.Lock()

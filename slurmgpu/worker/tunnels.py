@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 
-from slurmgpu.run.rendezvous import KEEPALIVE, Listener, connect
+from slurmgpu.run.rendezvous import Listener, connect, keep_alive
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,7 @@ def carry(one: socket.socket, other: socket.socket) -> None:
     """Forward bytes both ways until both ends have closed."""
     for connection in (one, other):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(connection)
     back = threading.Thread(target=_carry, args=(other, one), daemon=True, name="tunnel back")
     back.start()
     _carry(one, other)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.final_answers import ONE, Number, marked, number_in, reference_number
 from slurmgpu.llm.answers.parsing import Pattern, compile_pattern, search_last
-from slurmgpu.loader.modules import import_file
+from slurmgpu.loader.modules import import_named
+from slurmgpu.loader.names import with_whole_path
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.users import expanded
 from slurmgpu.workloads import sandbox
 from slurmgpu.workloads.symbolic import Symbols
 from slurmgpu.workloads.user_code import located
@@ -302,12 +302,9 @@ def _as_formula(answer: str) -> str:
 
 
 def _load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
-    module_name, _, function_name = name.rpartition(":")
-    path = expanded(module_name).resolve() if module_name.endswith(".py") else None
-    if path is not None and not path.is_file():
-        raise SlurmGPUError(f"checker {name!r}: there is no file {path}.")
-    with located(f"the import of checker {name!r}", str(path or module_name), "Correct it there."):
-        module = import_file(path) if path is not None else importlib.import_module(module_name)
+    module_name, _, function_name = with_whole_path(name, Path(), f"checker {name!r}").rpartition(":")
+    with located(f"the import of checker {name!r}", module_name, "Correct it there."):
+        module = import_named(module_name)
     found = getattr(module, function_name, None)
     if not callable(found):
         raise SlurmGPUError(

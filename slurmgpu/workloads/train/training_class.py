@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import dis
-import importlib
 import importlib.machinery
 import inspect
 import re
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.loader.modules import import_file
+from slurmgpu.loader.modules import import_named
+from slurmgpu.loader.names import with_whole_path
 from slurmgpu.training.user_methods import CALLED_WITH, NEEDED, as_called
-from slurmgpu.util.users import expanded
 from slurmgpu.workloads.user_code import located
 
 EXPECTED = "expected model(), data(split) and loss(model, batch), as docs/how-to/train-a-model.md has them"
@@ -87,12 +86,7 @@ def resolve_training(training: str, base: Path) -> str:
             f"training is {training!r}; expected your class as 'file.py:Class', relative to the run file, or as "
             f"'package.module:Class'."
         )
-    if not module.endswith(".py"):
-        return training
-    path = (base / expanded(module)).resolve()
-    if not path.is_file():
-        raise SlurmGPUError(f"training = {training!r}: there is no file {path}.")
-    return f"{path}:{name}"
+    return with_whole_path(training, base, f"training = {training!r}")
 
 
 def read_class(full_name: str) -> TrainingClass | None:
@@ -120,8 +114,7 @@ def load_class(full_name: str) -> type[Any]:
     module, _, name = full_name.rpartition(":")
     advice = f"Correct it, or install what it needs with {sys.executable}."
     with located(f"the import of {module}", module, advice):
-        is_file = module.endswith(".py")
-        imported = import_file(Path(module)) if is_file else importlib.import_module(module)
+        imported = import_named(module)
     found = getattr(imported, name, None)
     if not isinstance(found, type):
         classes = [name for name, value in vars(imported).items() if isinstance(value, type)]
