@@ -182,10 +182,7 @@ def merge_when_over(run: Run) -> Report:
     with heeded(), manual_jobs.log_beside(run, own_job) if own_job else contextlib.nullcontext():
         if own_job:
             _record_merge_job(run, own_job)
-        over = _locked_when_over(
-            run, lambda: _alive_as_far_as_known(run, own_job), lambda: accounting_of(run, settled=True)
-        )
-        with over as (lock, accounting):
+        with _locked_when_over(run, lambda: _alive_as_far_as_known(run, own_job)) as (lock, accounting):
             report, has_ended = _merge_and_end(run, accounting, lock)
         if has_ended:
             _tell_end(run, report)
@@ -208,19 +205,21 @@ def _record_merge_job(run: Run, own_job: str) -> None:
 def _locked_when_over(
     run: Run,
     what_lives: Callable[[], str | None],
-    ask: Callable[[], Accounting | None],
+    ask: Callable[[], Accounting | None] | None = None,
     level: int = logging.INFO,
     *,
     patient: bool = True,
 ) -> Iterator[tuple[Lock, Accounting | None]]:
     """Hold the run's lock once nothing is alive, and yield it with the answer of `ask` about all attempts.
 
-    It is asked before, since a task that joins the run waits for the lock: a Slurm that is silent takes minutes.
-    `level` is the level of the message that says what is waited for: merge jobs log INFO, a terminal only warnings.
+    By default that is the executors' accounting, settled. It is asked before, since a task that joins the run waits for
+    the lock: a Slurm that is silent takes minutes. `level` is the level of the message that says what is waited for:
+    merge jobs log INFO, a terminal only warnings.
     """
     while True:
         _wait_for_end(what_lives, level)
-        seen, accounting = _submissions_and_attempts(run), ask()
+        seen = _submissions_and_attempts(run)
+        accounting = accounting_of(run, settled=True) if ask is None else ask()
         with run_lock(run.folder, "merging", patient=patient) as lock:
             if what_lives() is None and _submissions_and_attempts(run) == seen:  # else another array was there
                 yield lock, accounting
@@ -289,8 +288,7 @@ def merge_orphaned(run: Run, number: int) -> None:
 
     `auto_resubmit` is ignored: a task has only a part of this machine's GPUs.
     """
-    over = _locked_when_over(run, lambda: others_alive(run, None), lambda: accounting_of(run, settled=True))
-    with heeded(), over as (lock, accounting):
+    with heeded(), _locked_when_over(run, lambda: others_alive(run, None)) as (lock, accounting):
         if not is_orphaned(run, number):
             return  # another task has merged
         report, has_ended = _merge_and_end(run, accounting, lock)
@@ -312,9 +310,7 @@ def merge_behind(run: Run, submission: int) -> int:
             f"is damaged or was removed. To merge what is published: slurmgpu merge {run.typed}"
         )
     goes_on = False
-    over = _locked_when_over(
-        run, lambda: others_alive(run, last.get("array_job")), lambda: accounting_of(run, settled=True)
-    )
+    over = _locked_when_over(run, lambda: others_alive(run, last.get("array_job")))
     with over as (lock, accounting), _naming_room(run):
         # Slurm requeues a job whose end slurmctld has missed; then `on_end` has run already.
         had_ended = run.submission(submission).get("state") == "ended"

@@ -28,15 +28,14 @@ _NAMED: set[str] = set()
 """Commands that were logged: a command that waits for a run asks again every few seconds."""
 ARRAY_JOB = "ARRAY_JOB"
 """The placeholder of the array's id in the script of a merge that is only shown."""
-NOT_HERE = (
-    "This machine has no {}. Submit from a node of the cluster, or compute here: --executor local, with --gpus 0 if "
-    'there are none (in Python: executor="local", gpus=0).'
-)
-
-NOT_SET_UP = (
-    "{} is installed here but finds no cluster: neither SLURM_CONF, nor /etc/slurm/slurm.conf, nor DNS names one. "
+_ELSEWHERE = (
     "Submit from a node of the cluster, or compute here: --executor local, with --gpus 0 if there are none "
     '(in Python: executor="local", gpus=0).'
+)
+NOT_HERE = f"This machine has no {{}}. {_ELSEWHERE}"
+NOT_SET_UP = (
+    "{} is installed here but finds no cluster: neither SLURM_CONF, nor /etc/slurm/slurm.conf, nor DNS names one. "
+    + _ELSEWHERE
 )
 NO_CONFIGURATION = "Could not establish a configuration source"
 """The end of Slurm's message for it."""

@@ -15,11 +15,10 @@ from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.judge.orders import shares_of
 from slurmgpu.workloads.judge.rubrics import read_rubric
 from slurmgpu.workloads.judge.workload import Judge
-from tests.support.engines import load_on_cpu
+from tests.support.engines import Says, load_on_cpu
 from tests.support.runs import report
 from tests.support.tiny_models import make_llama
 from tests.support.tiny_vision_models import make_llava, make_png
-from tests.support.watched_engines import Says
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,10 +18,9 @@ from slurmgpu.llm.transformers_engine import caches
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.cuda_graphs import obstacle_to
 from slurmgpu.llm.transformers_engine.loading import load_model
-from tests.support.engines import engine
+from tests.support.engines import engine, with_seen_shapes
 from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import CHARACTERS, SPECIAL, _save, longrope, make_llama, make_phi3
-from tests.support.watched_engines import with_seen_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

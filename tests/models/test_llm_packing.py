@@ -9,9 +9,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from slurmgpu.llm.interface.engine import Passage, Prompt, Question, Request, Sampling
 from slurmgpu.llm.transformers_engine import packing
-from tests.support.engines import engine
+from tests.support.engines import engine, with_seen_shapes
 from tests.support.tiny_models import CHARACTERS, _save, _sizes, make_gpt_oss, make_llama, make_qwen3
-from tests.support.watched_engines import with_seen_shapes
 
 WINDOW = 24
 SHARED = "a rubric that all of the prompts begin with: "

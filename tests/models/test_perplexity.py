@@ -22,9 +22,8 @@ from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.windows import windows_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.perplexity import Perplexity
-from tests.support.engines import engine
+from tests.support.engines import engine, with_seen_shapes
 from tests.support.tiny_models import _save, _sizes, make_gpt_oss, make_llama, make_phi3, make_qwen3
-from tests.support.watched_engines import with_seen_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,11 +19,10 @@ from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.language_model import IMAGE_ITEMS
 from slurmgpu.workloads.score.workload import Score
-from tests.support.engines import load_on_cpu
+from tests.support.engines import Says, load_on_cpu
 from tests.support.tiny_heads import CHAT, make_head
 from tests.support.tiny_models import make_llama, make_tokenizer
 from tests.support.tiny_vision_models import make_gemma3_head, make_llava, make_png
-from tests.support.watched_engines import Says
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

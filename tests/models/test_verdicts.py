@@ -15,8 +15,8 @@ from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
 from slurmgpu.workloads.judge.verdicts import summarize
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.samples import has_failed
+from tests.support.engines import Says
 from tests.support.tiny_models import make_llama, make_tokenizer
-from tests.support.watched_engines import Says
 
 ITEM = Item(3, {"question": "1+1", "reference": 2, "text": "2"})
 

@@ -1,10 +1,10 @@
-"""Engines and workloads that tests load on the CPU, and what goes into engines and comes out."""
+"""Engines and workloads that tests load on the CPU, fake engines, and what goes into engines and comes out."""
 
 import random
 from pathlib import Path
 
 from slurmgpu.llm.engines import open_engine
-from slurmgpu.llm.interface.engine import EngineOptions, Place
+from slurmgpu.llm.interface.engine import EngineOptions, Output, Place
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.workload import TaskContext
 from tests.support.tiny_models import CHARACTERS
@@ -33,3 +33,27 @@ def by_id(outputs):
 
 def tokens_of(outputs):
     return {output.id: output.tokens.tolist() for output in outputs}
+
+
+class Says:
+    """An engine that always gives the same answer, and records its requests; `n_truncated` is per request."""
+
+    def __init__(self, answer, n_truncated=lambda request: 0):
+        self.answer, self.n_truncated, self.asked = answer, n_truncated, []
+
+    def generate(self, requests):
+        self.asked += requests
+        for request in requests:
+            yield Output(request.id, self.answer, n_truncated=self.n_truncated(request))
+
+
+def with_seen_shapes(engine, monkeypatch):
+    """The shapes of the ids that a transformers engine reads from now on."""
+    forward, seen = engine._prefill.forward, []
+
+    def watched(ids, *rest, **more):
+        seen.append(tuple(ids.shape))
+        return forward(ids, *rest, **more)
+
+    monkeypatch.setattr(engine._prefill, "forward", watched)
+    return seen
