@@ -57,6 +57,27 @@ def step(script):
     return line.partition(" sh -c ")[0].split()
 
 
+def test_an_array_waits_for_the_merge_jobs_of_other_runs_and_the_merge_for_the_end_of_the_array(written):
+    scripts = written(n_tasks=4, n_concurrent=2, after=("7", "9"))
+    waits = {"--dependency=afterok:7,afterok:9", "--kill-on-invalid-dep=yes"}
+    assert {*waits, "--array=0-3%2"} <= flags(scripts["array"])
+    assert {f"--dependency=afterany:{commands.ARRAY_JOB}", "--kill-on-invalid-dep=yes"} <= flags(scripts["merge"])
+    alone = flags(written()["array"])
+    assert not [flag for flag in alone if flag.startswith(("--dependency", "--kill", "--array", "--nodes=2"))]
+
+
+def test_each_node_of_a_task_has_its_share_of_the_gpus_and_of_their_type(written):
+    its = flags(written(gpus_per_task=8, nodes_per_task=2, gpu_type="a100")["array"])
+    assert {"--gpus-per-node=a100:4", "--nodes=2"} <= its
+    assert "--gpus-per-node=8" in flags(written(gpus_per_task=8)["array"])
+
+
+@pytest.mark.parametrize("table", ["slurm", "merge"])
+def test_an_option_with_a_line_break_is_refused_before_it_ends_its_line_of_the_script(written, table):
+    with pytest.raises(SlurmGPUError, match="comment has a line break"):
+        written(**{table: {"comment": "first\nrm -r ~"}})
+
+
 @pytest.mark.parametrize(("slurm", "n_nodes"), [({}, 1), ({"cpus_per_task": 3}, 1), ({"exclusive": True}, 2)])
 def test_a_step_is_one_process_on_each_node(written, slurm, n_nodes):
     scripts = written(slurm=slurm, merge=slurm, gpus_per_task=n_nodes, nodes_per_task=n_nodes)
