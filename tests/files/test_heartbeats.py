@@ -13,13 +13,13 @@ import time
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import job_entry, live_tasks, submission
+from slurmgpu.executors import job_entry, live_tasks, slurm, submission
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.run import heartbeats
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run
-from slurmgpu.run.heartbeats import Observer, beating
+from slurmgpu.run.heartbeats import ObservedTask, Observer, beating
 from slurmgpu.run.submissions import directory_id
 from slurmgpu.slurm import commands, queue
 from slurmgpu.util.pids import own_id, processes
@@ -184,6 +184,24 @@ def test_of_ones_own_cluster_the_queue_tells_and_nothing_is_watched(run, monkeyp
     live_tasks._OBSERVERS.clear()
     beat(run, 1, cluster="there", uid=os.getuid())
     assert live_tasks.alive(run) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "is_over"),
+    [
+        ({}, True),
+        ({"job": "8"}, False),
+        ({"job": "local7"}, False),  # of the local executor, within an allocation
+        ({"cluster": "there"}, False),
+        ({"cluster": None}, False),
+        ({"uid": os.getuid() + 1}, False),
+    ],
+)
+def test_a_queue_tells_the_end_of_its_own_cluster_and_users_tasks_alone(told, is_over):
+    told = {"job": "7", "cluster": "here", "uid": os.getuid(), **told}
+    queued = [queue.QueuedJob("8_0", "RUNNING", "None", "slurmgpu:run", "/", "")]
+    assert slurm._is_over(ObservedTask("7_0.0", told, None), "here", queued) is is_over
+    assert not slurm._is_over(ObservedTask("7_0.0", told, None), None, queued)
 
 
 def test_a_task_that_was_requeued_after_the_end_of_its_submission_is_alive(run, monkeypatch):
