@@ -1,12 +1,16 @@
 """The rows of a run at work: those of merged.h5, and of shards that it lacks."""
 
+import itertools
 import tracemalloc
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from slurmgpu import results
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.merge.merge import merge
+from slurmgpu.operations import wait
 from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.shards.columns import Array, Text, convert_row
 from slurmgpu.shards.shard_file import write_shard
@@ -100,6 +104,50 @@ def test_a_shard_that_is_set_aside_meanwhile_is_read_from_merged_file_or_counts_
         found = [each.error or dict(each.values) for each in rows.rows(5, 10)]
         assert (found, rows.problems) == (again if is_merged else [], [])
         assert len(rows) == N_ITEMS - 5 * (not is_merged)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What happens at each look whether a run is alive, until it has ended: a list of functions."""
+    left, times = [], itertools.count(100, 10)
+
+    def alive(run):
+        if not left:
+            return None
+        left.pop(0)()
+        return "a task is alive"
+
+    monkeypatch.setattr(wait.live_tasks, "alive", alive)
+    monkeypatch.setattr(wait, "time", SimpleNamespace(sleep=lambda pause_s: None, monotonic=lambda: next(times)))
+    return left
+
+
+def test_rows_of_a_run_at_work_are_followed_in_input_order_and_each_once(tmp_path, steps):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0, 2])
+    later = [partial(publish, run, shard, ROWS[slice(*run.plan.bounds(shard))]) for shard in (1, 4, 3)]
+    steps += [lambda: None, *later, lambda: pytest.fail("all of its rows are there")]
+    found = [(row.index, row.error or dict(row)) for row in wait.follow_rows(run)]
+    assert found == list(enumerate(ROWS))
+    assert len(steps) == 1
+
+
+def test_rows_that_a_run_lacks_at_its_end_are_counted_behind_those_that_it_has(tmp_path, steps):
+    run, found = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0, 2]), []
+    steps += [lambda: None, partial(publish, run, 4, ROWS[20:])]
+    with pytest.raises(SlurmGPUError, match="lacks 10 rows of its 23"):
+        found.extend(row.index for row in wait.follow_rows(run))
+    assert found == [*range(5), *range(10, 15), *range(20, 23)]
+
+
+def test_a_queue_that_does_not_answer_ends_no_wait_and_is_told_once(tmp_path, steps, caplog):
+    def be_silent():
+        raise NoAnswerError("Slurm does not answer.", is_silent=True)
+
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[])
+    steps += [be_silent, be_silent, partial(publish, run, 0, ROWS[:5])]
+    with pytest.raises(SlurmGPUError, match="lacks 18 rows"):
+        list(wait.follow_rows(run))
+    assert caplog.messages == ["Slurm does not answer."]
 
 
 def test_a_later_revision_counts_and_a_damaged_one_gives_way_to_the_rows_before_it(tmp_path):
