@@ -243,6 +243,38 @@ def test_jobs_of_another_user_are_found_and_not_cancelled(run, monkeypatch):
     assert not run.last_submission().get("cancelled")
 
 
+def job_of(run, number, name="slurmgpu:run", folder=None):
+    """A job in the queue, with its script in a folder, by default that of the run's logs."""
+    return queue.QueuedJob(number, "RUNNING", "None", name, "/", f"{folder or run.logs}/submission_file_7.sh")
+
+
+def test_only_submissions_whose_jobs_are_in_the_queue_are_recorded_as_cancelled(run, monkeypatch):
+    queued_on(run, monkeypatch, submission=2, state="ended", cluster="here")
+    for number, more in enumerate(({"array_job": "8", "merge_job": "10"}, {}, {"array_job": "8"}), 3):
+        first = {key: value for key, value in run.submission(2).items() if not key.endswith("_job")}
+        where = {"cluster": "there" if number == 5 else "here", "state": "queued"}
+        run.record_submission({**first, **where, **more, "submission": number})
+    jobs = [job_of(run, "10", "slurmgpu-merge:run"), job_of(run, "8_1"), job_of(run, "8_0")]
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): jobs)
+    lines = run.submissions()[1:]
+    assert Slurm().jobs_to_cancel(run, lines) == ["8", "10"]
+    # Number 4 may have queued jobs without recording them; of number 5, on another cluster, nothing is seen here.
+    assert [line.get("cancelled", False) for line in run.submissions()[1:]] == [False, True, True, False]
+    with pytest.raises(SlurmGPUError, match="may be in the queue of the cluster there"):
+        Slurm().jobs_to_cancel(run, lines, among=())
+
+
+def test_jobs_whose_ids_others_may_have_written_are_cancelled_only_if_their_scripts_are_the_runs(
+    run, tmp_path, monkeypatch, caplog
+):
+    mine, others = job_of(run, "7_0"), job_of(run, "8_0", folder=tmp_path)
+    assert slurm._surely_of(run, [mine, others]) == [mine, others]
+    monkeypatch.setattr(slurm, "why_forgeable", lambda run: "colleagues may write it")
+    assert slurm._surely_of(run, [mine, others]) == [mine]
+    assert "job 8_0" in caplog.text
+    assert "job 7_0" not in caplog.text
+
+
 def test_of_several_runs_those_of_this_machine_are_cancelled_as_well(run):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         ids = {**own_id(), **processes([os.getpid(), process.pid]), "time": time.time()}
