@@ -108,11 +108,16 @@ class InputSpec:
         ranges = [(0, sum(counts))] if self.ranges is None else self.ranges
         ends = [0, *(end for each in ranges for end in each), sum(counts)]
         n_items = sum(stop - start for start, stop in ranges)
-        if min(counts, default=0) < 0 or ends != sorted(ends) or n_items != self.n_items:
-            raise SlurmGPUError(
-                f"run.json says that the input has {self.n_items} items, but its files and ranges have "
-                f"{n_items}. It was edited or is damaged: undo the edit, or plan the run again."
-            )
+        if n_items != self.n_items:
+            found = f"its files and ranges have {n_items}"
+        elif min(counts, default=0) < 0 or ends != sorted(ends):
+            found = f"its ranges are not in order within the {sum(counts)} items of its files"
+        else:
+            return
+        raise SlurmGPUError(
+            f"run.json says that the input has {self.n_items} items, but {found}. It was edited or is damaged: undo "
+            f"the edit, or plan the run again."
+        )
 
 
 def _input_file(value: FileRecord) -> InputFile:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -364,6 +365,30 @@ def test_an_input_that_changed_is_refused(folder: Path, change: Callable[[Path],
             reader.check_some_files()
         with pytest.raises(SlurmGPUError, match=f"The input has changed since the run was planned: .*{words}"):
             reader.read(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, None),
+        ({"ranges": [[0, 1], [1, 3]]}, None),
+        ({"n_items": 4}, "its files and ranges have 3"),
+        ({"ranges": [[0, 2]]}, "its files and ranges have 2"),
+        ({"ranges": [[0, 4]], "n_items": 4}, "its ranges are not in order within the 3 items of its files"),
+        ({"ranges": [[1, 3], [0, 1]]}, "its ranges are not in order within the 3 items of its files"),
+        ({"ranges": [[0, 2], [1, 2]]}, "its ranges are not in order within the 3 items of its files"),
+    ],
+)
+def test_an_input_whose_numbers_of_items_do_not_agree_is_refused(
+    folder: Path, change: dict[str, Any], found: str | None
+) -> None:
+    put(folder, a_txt="x\ny\n", b_txt="z\n")
+    value: Any = {**plan(folder).to_json(), **change}
+    if found is None:
+        assert InputSpec.from_json(value).n_items == 3
+    else:
+        with pytest.raises(SlurmGPUError, match=f", but {found}. It was edited or is damaged"):
+            InputSpec.from_json(value)
 
 
 def test_nothing_is_read_from_a_file_that_has_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
