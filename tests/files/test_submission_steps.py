@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
-from slurmgpu.executors import submission
+from slurmgpu.executors import resubmission, submission
 from slurmgpu.executors.interface import Started
+from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from tests.support.pretend_runs import pretend_run
 
@@ -152,3 +153,21 @@ def test_a_merge_job_by_hand_is_that_of_the_submissions_that_have_none(run, monk
     submission._record_merge_job(run, "99")
     jobs = [(line.get("merge_job"), line.get("merge_name")) for line in run.submissions()[1:]]
     assert jobs == [("99", "merge-judge"), ("5", None), (None, None), (None, None)]
+
+
+def test_the_next_submission_keeps_what_the_last_one_had_unless_something_else_is_asked_for(run, monkeypatch):
+    last = {**run.last_submission(), "executor": "local", "slurm": {"qos": "long", "mem": "1G"}, "exclude": ["gpu1"]}
+    last |= {"merge": {"mem": "4G"}, "container": {"image": "/a.sif"}, "code": {"digest": "d"}, "inject": ["error@3"]}
+    last["resources"] = {**last["resources"], "executor": "local", "gpus": 0}
+    monkeypatch.setattr(Run, "last_submission", lambda run: last)
+    learn = lambda run, last, options, given: (options, [*last["exclude"], "gpu2"], [f"learnt with {given}"])  # noqa: E731
+    monkeypatch.setattr(resubmission, "executor_named", lambda name: SimpleNamespace(learn=learn, queues=False))
+    found, notes = resubmission.next_submission(run, round=2)
+    assert (found.slurm, found.merge, found.exclude) == (last["slurm"], last["merge"], ("gpu1", "gpu2"))
+    assert (found.container, found.code, found.inject) == (last["container"], last["code"], ("error@3",))
+    assert (found.submission, found.round, notes) == (2, 2, ["learnt with {}"])
+    found, notes = resubmission.next_submission(run, {}, {"mem": "2G"}, {"time": "10"}, n_again=1)
+    assert (found.slurm, found.merge) == ({"qos": "long", "mem": "2G"}, {"mem": "4G", "time": "10"})
+    assert found.inject == ()  # failed items must not fail for the same reason
+    assert notes == ["learnt with {'mem': '2G'}"]
+    assert resubmission.next_submission(run, {"executor": "debug"})[0].inject == ()
