@@ -30,7 +30,7 @@ from slurmgpu.run.submissions import Submission, job_here
 from slurmgpu.util import standard_streams
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.early_signals import ended_by_exception
-from slurmgpu.util.forks import Fork
+from slurmgpu.util.forks import Fork, starting
 from slurmgpu.util.process_wide import safe_path
 from slurmgpu.util.shared_files import retried
 from slurmgpu.util.signals import name_of_signal
@@ -70,7 +70,8 @@ class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is 
         process: subprocess.Popen[bytes] | Fork | None = waiting_slot()
         if process is None:
             argv = [sys.executable, "-u", "-m", SLOT, str(self.folder)]
-            process = subprocess.Popen(argv, env={**os.environ, **ENVIRON})
+            with starting():
+                process = subprocess.Popen(argv, env={**os.environ, **ENVIRON})
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 

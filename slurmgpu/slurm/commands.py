@@ -19,6 +19,7 @@ from slurmgpu.run.failures import class_of_job
 from slurmgpu.run.submissions import seconds_of
 from slurmgpu.util import process_wide
 from slurmgpu.util.array_ids import array_of
+from slurmgpu.util.forks import TOO_MANY
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +163,8 @@ def _call(*command: str) -> subprocess.CompletedProcess[str]:
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # of PATH, a part may not be searched
         said = f"This node has no {command[0]}." if "SLURM_JOB_ID" in os.environ else NOT_HERE.format(command[0])
         raise SlurmUnavailableError(said) from None
+    except BlockingIOError as error:
+        raise SlurmUnavailableError(f"{command[0]} cannot be asked. {TOO_MANY}", is_silent=True) from error
     except subprocess.TimeoutExpired as error:
         said = f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later."
         raise SlurmUnavailableError(said, is_silent=True) from error

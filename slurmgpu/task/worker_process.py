@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from slurmgpu.run.worker_events import WorkerEvent
 from slurmgpu.util.early_signals import listened, recall
-from slurmgpu.util.forks import Fork
+from slurmgpu.util.forks import Fork, starting
 from slurmgpu.util.process_tree import living
 from slurmgpu.util.shared_files import open_file, open_to_append, retried
 
@@ -137,15 +137,16 @@ def start_program(command: list[str], env: dict[str, str], log_path: Path) -> St
     """Start a worker as a program."""
     with retried(lambda: open_to_append(log_path)) as file:
         # Its own session: Ctrl-C reaches the task alone, and killing the group reaches the worker's children.
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            start_new_session=True,
-            bufsize=0,
-        )
+        with starting():
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                start_new_session=True,
+                bufsize=0,
+            )
         return Started(process, log_path, file.tell())
 
 

@@ -18,10 +18,17 @@ import warnings
 from collections.abc import Iterator
 from typing import BinaryIO, NoReturn
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.early_signals import recall
 
 LONGEST_LOOK_S = 0.05
 """The pause between two polls of a fork that is waited for with a timeout."""
+
+TOO_MANY = (
+    "This machine starts no more processes for you: those that you have, with their threads, are as many as "
+    "`ulimit -u`, or a cgroup, allows. End some of them, or ask for a higher limit."
+)
+"""What to say of EAGAIN when a process is started, which stays, unlike a file system's."""
 
 
 class Fork:
@@ -71,6 +78,15 @@ class Fork:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Raise SlurmGPUError if the block can start no process."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise SlurmGPUError(TOO_MANY) from error
 
 
 def fork() -> int:
