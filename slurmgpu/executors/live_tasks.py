@@ -19,6 +19,7 @@ from slurmgpu.run.claims import Watch
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer
 from slurmgpu.run.liveness import patience
+from slurmgpu.run.submissions import ENDS
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> bool:
     """Raise a SlurmGPUError if something of the run is or may be alive; with `force` only warn, and return True."""
     try:
         what = alive(run)
+        if what and not force and _is_cancelled(run):
+            what = _once_cancelled(run, what)
     except NoAnswerError as error:
         if not force:
             raise SlurmGPUError(f"{error} If you know that no task of {run.folder} is alive, use --force.") from error
@@ -124,6 +127,27 @@ def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> bool:
     if what:
         log.warning("--force: %s", what)
     return bool(what)
+
+
+ENDING_S = 60.0
+"""How long to wait for cancelled jobs: tasks have 20 s to give their shards back, then Slurm has its KillWait."""
+
+
+def _is_cancelled(run: Run) -> bool:
+    """Whether `slurmgpu cancel` ended every submission that has not ended by itself."""
+    lines = [line for line in run.submissions() if line["state"] not in ENDS]
+    return bool(lines) and all(line.get("cancelled") for line in lines)
+
+
+def _once_cancelled(run: Run, what: str) -> str | None:
+    """What of a cancelled run is alive once its jobs have ended, or after ENDING_S; None if nothing is."""
+    log.warning("waiting up to %.0f s for the end of the cancelled jobs: %s", ENDING_S, what)
+    found: str | None = what
+    begun = time.monotonic()
+    while found and time.monotonic() - begun < ENDING_S:
+        time.sleep(min(1.0, ENDING_S / 20))
+        found = alive(run)
+    return found
 
 
 def cancel(run: Run) -> str:

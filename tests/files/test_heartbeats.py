@@ -333,6 +333,26 @@ def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes
     live_tasks.refuse_alive(run, "resubmit")
 
 
+def test_the_end_of_what_was_cancelled_is_waited_for_but_nothing_else_is(run, monkeypatch, caplog):
+    """`slurmgpu cancel` returns at once, and tasks then have 20 s to give their shards back."""
+    queued_on(run, monkeypatch, cluster="here", uid=os.getuid())
+    looks = ["Slurm has 2 of its jobs, such as 7_0 (COMPLETING)"] * 3
+    monkeypatch.setattr(live_tasks, "alive", lambda run: looks[0] if looks else None)
+    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: looks.pop())
+    with pytest.raises(SlurmGPUError, match=r"still running: Slurm has 2 of its jobs, such as 7_0 \(COMPLETING\)"):
+        live_tasks.refuse_alive(run, "resubmit")
+    run.record_submission({"submission": 2, "cancelled": True})
+    assert live_tasks.refuse_alive(run, "resubmit", force=True)
+    assert len(looks) == 3
+    assert not live_tasks.refuse_alive(run, "resubmit")
+    assert "waiting up to 60 s for the end of the cancelled jobs: Slurm has 2 of its jobs" in caplog.text
+    looks = ["a task that does not end"]
+    monkeypatch.setattr(live_tasks, "ENDING_S", 0.1)
+    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: None)
+    with pytest.raises(SlurmGPUError, match="still running: a task that does not end"):
+        live_tasks.refuse_alive(run, "resubmit")
+
+
 def test_where_processes_are_hidden_a_lease_that_is_renewed_is_a_sign_of_life(run, monkeypatch):
     """Of a task whose heartbeat could not be written. A parked claim has no owner."""
     run.record_submission({**run.submissions()[0], **ELSEWHERE, "submission": 2, "state": "running", "pids": [1]})

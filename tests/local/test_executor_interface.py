@@ -10,7 +10,6 @@ import pytest
 
 from slurmgpu.api import RunHandle
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.live_tasks import alive
 from slurmgpu.executors.registry import accounting_of, executor_named
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run
@@ -18,7 +17,7 @@ from tests.support import pretend_runs
 from tests.support.command_line import CommandLine
 from tests.support.packages import install
 from tests.support.pretend_runs import pretend_run
-from tests.support.runs import check_rows, let_go, records, report, submissions, wait_until, wait_until_held
+from tests.support.runs import check_rows, let_go, records, report, submissions, wait_until_held
 
 SPOOL = '''
 """A queue of one job: a process that stays behind, computes one task after another, and merges."""
@@ -175,9 +174,7 @@ def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
     assert f"cancelled: spool job {line['spool_job']}. To go on: slurmgpu resubmit" in done
     let_go(folder)
     run = RunHandle(Run.open(folder / "run"))
-    wait_until(lambda: alive(run.run) is None, "the spool's job to end")
-    assert run.status()["state"] == "ended"
-    again = run.resubmit()
+    again = run.resubmit()  # at once: it waits for the end of what was cancelled
     assert again.outcome.submission.executor == "spool"
     assert again.wait()["complete"]
     check_rows(folder, 40)
