@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PERCENT = ("accuracy", "_rate", "_share", "accuracy_interval")
+PERCENT = ("accuracy", "_rate", "_share", "accuracy_interval", "rate_interval")
 """Endings of keys whose values are shares, shown in percent."""
 NO_NAME = "(none)"
 """The name of the group of items without a name."""

@@ -310,6 +310,22 @@ def test_wilsons_interval_is_that_of_the_literature():
     assert metrics.wilson_interval(0, 0) is None
 
 
+def test_an_interval_of_wins_that_counts_ties_as_halves_covers_the_win_rate():
+    """How often, over many comparisons of 40 pairs: of wins, ties and losses, and of ties alone."""
+    rng = np.random.default_rng(0)
+    for chances in ([0.5, 0.3, 0.2], [0.05, 0.1, 0.85], [0.0, 1.0, 0.0]):
+        rate = np.dot(chances, [1, 0.5, 0])
+        won = rng.multinomial(40, chances, 2000) @ [1, 0.5, 0]
+        intervals = [metrics.win_rate(float(each), 40)["win_rate_interval"] for each in won]
+        assert np.mean([low <= rate <= high for low, high in intervals]) >= 0.95
+    assert metrics.win_rate(1.5, 3, "parsed_") == {
+        "parsed_win_rate": 0.5,
+        "parsed_win_rate_interval": metrics.wilson_interval(1.5, 3),
+    }
+    assert metrics.win_rate(7.0, 3)["win_rate_interval"] is None  # values of a rubric that are no shares
+    assert metrics.win_rate(0.0, 0) == {"win_rate": None, "win_rate_interval": None}
+
+
 def test_cohens_kappa_is_agreement_beyond_chance():
     assert metrics.cohen_kappa(np.array([[20, 5], [10, 15]])) == pytest.approx(0.4)
     assert metrics.cohen_kappa(np.array([[7, 0], [0, 0]])) is None  # chance alone explains it

@@ -8,6 +8,7 @@ import pytest
 
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.answers.metrics import wilson_interval
 from slurmgpu.llm.heads.engine import HeadEngine
 from slurmgpu.llm.interface.engine import HeadMemory, Output
 from slurmgpu.llm.vllm_engine.limits import memory_share
@@ -111,6 +112,8 @@ def test_two_runs_are_compared_by_their_rewards_and_the_report_has_the_win_rate(
     summary = report(tmp_path)["summary"]
     won = verdicts.count("a") + verdicts.count("tie") / 2
     assert (summary["win_rate"], summary["scored_win_rate"]) == pytest.approx((won / 4, won / 3))
+    assert summary["win_rate_interval"] == pytest.approx(wilson_interval(won, 4))
+    assert summary["scored_win_rate_interval"] == pytest.approx(wilson_interval(won, 3))
     assert summary["verdicts"] == {name: verdicts.count(name) for name in ("a", "b", "tie")}
     assert summary["mean_score_b"] == pytest.approx(np.mean(second), abs=1e-4)
 

@@ -7,6 +7,7 @@ import pytest
 
 from slurmgpu.errors import ItemError
 from slurmgpu.llm.answers import parsing
+from slurmgpu.llm.answers.metrics import wilson_interval
 from slurmgpu.llm.interface.engine import EngineOptions
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.transformers_engine.scoring import ask, scores_of
@@ -191,3 +192,13 @@ def test_a_win_rate_is_that_of_the_verdicts_counted_beside_it():
     summary = summarize(Rows(pairs), read_rubric("pairwise"), 9, with_truth=False)
     assert summary["verdicts"] == {"a": 1, "b": 0, "tie": 2}
     assert (summary["win_rate"], summary["parsed_win_rate"]) == (2 / 4, 2 / 3)
+    assert summary["win_rate_interval"] == wilson_interval(2, 4)
+    assert summary["parsed_win_rate_interval"] == wilson_interval(2, 3)
+
+
+def test_a_rubric_for_two_texts_measures_a_win_rate_unless_it_says_otherwise():
+    pairwise = {"prompt": "{text_a} or {text_b}?", "verdicts": {"a": "A", "b": "B", "tie": "T"}}
+    pairwise |= {"values": {"a": 1, "b": 0, "tie": 0.5}}
+    assert read_rubric({**pairwise, "swap": ["text_a", "text_b"]}).measure == "win_rate"
+    assert read_rubric({**pairwise, "swap": ["text_a", "text_b"], "measure": "mean"}).measure == "mean"
+    assert read_rubric(pairwise).measure == "mean"

@@ -16,8 +16,11 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 
 
-def wilson_interval(n_right: int, n: int) -> list[float] | None:
+def wilson_interval(n_right: float, n: int) -> list[float] | None:
     """The 95 % confidence interval of the share `n_right` / `n` (Wilson 1927); None for n = 0.
+
+    `n_right` may count a tie as half a win: values between 0 and 1 vary no more than wins and losses with their mean
+    do, so the interval is then rather too wide than too narrow.
 
     Unlike the share ± its standard error, it stays within 0 and 1, and holds for few items and for shares near 0 or 1.
     """
@@ -39,6 +42,13 @@ def ratio(part: float, whole: int) -> float | None:
 def accuracy(n_right: int, n: int, of: str = "") -> dict[str, Any]:
     """The share of right answers and its interval, for JSON; the names begin with `of`."""
     return {f"{of}accuracy": ratio(n_right, n), f"{of}accuracy_interval": wilson_interval(n_right, n)}
+
+
+def win_rate(won: float, n: int, of: str = "") -> dict[str, Any]:
+    """The share of wins and its interval, for JSON; the names begin with `of`."""
+    # Values of a rubric that are not between loss and win are no shares.
+    interval = wilson_interval(won, n) if 0 <= won <= n else None
+    return {f"{of}win_rate": ratio(won, n), f"{of}win_rate_interval": interval}
 
 
 def best_of(scores: Sequence[float]) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import numpy as np
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers.metrics import ratio
+from slurmgpu.llm.answers.metrics import win_rate
 from slurmgpu.shards.columns import Array, Column, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.judge.rubrics import TIE, Rubric
@@ -153,8 +153,8 @@ def _summarize_compared(merged: Merged) -> dict[str, Any]:
         "n_items": len(merged),
         "n_failed": len(merged) - verdicts.total(),
         "verdicts": {name: verdicts[name] for name in PREFERENCE.names},
-        "win_rate": ratio(won, len(merged)),
-        "scored_win_rate": ratio(won, verdicts.total()),
+        **win_rate(won, len(merged)),
+        **win_rate(won, verdicts.total(), "scored_"),
         **distribution(scores),
         **{f"{name}_b": value for name, value in distribution(others).items()},
     }

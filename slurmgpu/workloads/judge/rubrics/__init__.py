@@ -160,7 +160,9 @@ def _checked(table: Mapping[str, Any], owner: str) -> Rubric:
     check_labels(list(verdicts.values()), f"verdicts of {owner}")
     values = {name: _value(name, table.get("values", {}), owner) for name in verdicts}
     _check_names(owner, verdicts, table)
-    rubric = Rubric(**{**table, "verdicts": verdicts, "values": values, "swap": tuple(table.get("swap", ()))})
+    swap = tuple(table.get("swap", ()))
+    measure = {"measure": "win_rate" if swap else "mean"}
+    rubric = Rubric(**{**measure, **table, "verdicts": verdicts, "values": values, "swap": swap})
     _check_texts(rubric, owner)
     return rubric
 
