@@ -11,13 +11,15 @@ from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import versions_in_words
 from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run
-from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
+from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE, Plan
 from slurmgpu.run.private import public
 from slurmgpu.run.submissions import JOB_KEYS
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.array_ids import task_of_attempt
 from slurmgpu.util.redact import hidden
 
+MOST_FILES = 5
+"""How many files of an input are named."""
 OF_PLANNING = ("planned",)
 """Settings that planning added, which say nothing to readers."""
 
@@ -38,7 +40,7 @@ def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
         ("image", f"{image['path']} (sha256 {image.get('sha256', '–')})" if image else "none"),
         ("planned with", ", ".join(f"{name} {version}" for name, version in (made_by.get("versions") or {}).items())),
         ("computed with", versions_in_words(report["computed_with"]) or "–"),
-        ("input", f"{count_of(plan.n_items, 'item')}, digest {plan.input_digest}"),
+        ("input", f"{count_of(plan.n_items, 'item')}, digest {plan.input_digest}: {_files(plan)}"),
         ("shards", f"{plan.n_shards:,} of {count_of(plan.shard_items, 'item')}, in batches of {plan.batch_size:,}"),
         ("seed", str(plan.seed)),
         ("fingerprint", report["fingerprint"]),
@@ -46,6 +48,15 @@ def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
         ("report written", moment(report["written"])),
     ]
     return [(name, plain(text)) for name, text in entries]
+
+
+def _files(plan: Plan) -> str:
+    """The paths of the input's files; of more than MOST_FILES the first and the last."""
+    # A repacked file lies in the run directory; its source is what the run file names.
+    paths = [(each["source"] or each)["path"] for each in plan.input["files"]]
+    if len(paths) > MOST_FILES:
+        paths = [paths[0], f"{len(paths) - 2:,} others", paths[-1]]
+    return ", ".join(hidden(paths))
 
 
 def _run_file(path: str) -> str:

@@ -64,6 +64,22 @@ def test_a_page_names_no_run_file_where_there_is_none(tmp_path, monkeypatch):
     assert ("run file", f"none: given by slurmgpu run in {tmp_path}") in provenance_of(handle.run, outcome)
 
 
+@pytest.mark.parametrize(
+    ("n_files", "named"), [(2, "0.txt, {folder}/1.txt"), (40, "0.txt, 38 others, {folder}/39.txt")]
+)
+def test_a_page_names_the_files_of_the_input(tmp_path, monkeypatch, n_files, named):
+    monkeypatch.chdir(tmp_path)
+    files = [tmp_path / f"{number}.txt" for number in range(n_files)]
+    for file in files:
+        file.write_text("a\n")
+    (tmp_path / "workloads.py").write_text(Path(sample_workloads.__file__).read_text())
+    tables = {"input": [str(file) for file in files], "html": False, "workload": {"use": "workloads.py:Rows"}}
+    handle = slurmgpu.submit(tables, executor="debug", gpus=0)
+    said = dict(provenance_of(handle.run, handle.report()))["input"]
+    digest = handle.run.plan.input_digest
+    assert said == f"{n_files} items, digest {digest}: {tmp_path}/{named.format(folder=tmp_path)}"
+
+
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory, slurmgpu):
     """A real run on this machine in which items fail in several ways, a worker dies, and a shard is missing."""
