@@ -192,7 +192,7 @@ def test_the_reference_lists_every_failure_class_with_its_policy():
 LANGUAGE_MODELS = "language-models.md"
 
 
-@pytest.mark.parametrize("name", ["generate", "classify", "score", "perplexity", "judge", "collect"])
+@pytest.mark.parametrize("name", ["generate", "classify", "score", "perplexity", "judge", "collect", "embed"])
 def test_the_reference_lists_every_setting_of_a_workload_with_its_default(name):
     module, _, class_name = BUILT_IN[name].partition(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), class_name)).parameters
