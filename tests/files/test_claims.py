@@ -10,6 +10,7 @@ import pytest
 from slurmgpu.run.claims import UNOWNED, UNREADABLE, Claim, Claims, Watch
 from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.task.leases import MOST_DROPPED, Leases
+from tests.support.clocks import Clock
 from tests.support.failing import TRANSIENT, Failing
 from tests.support.runs import planned_run
 
@@ -26,14 +27,6 @@ def claims(tmp_path):
 @pytest.fixture
 def failing(monkeypatch):
     return Failing(monkeypatch)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_of_many_takers_one_wins_each_shard(claims):

@@ -16,6 +16,7 @@ from slurmgpu.run.claims import UNREADABLE, Claim, Claims, Watch
 from slurmgpu.worker import shard_claimer
 from slurmgpu.worker.deadline import Deadline
 from slurmgpu.worker.shard_claimer import OBSERVED, Claimer
+from tests.support.clocks import Clock
 from tests.support.failing import TRANSIENT, Failing
 from tests.support.runs import planned_run
 
@@ -24,22 +25,9 @@ OTHER = Claim("1_1", "1_1.0", "there", 2)
 LEASE_S = 60.0
 
 
-class Clock:
-    """Seconds that pass when somebody pauses."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-    def go(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
+    clock = Clock(1000.0)
     monkeypatch.setattr(time, "monotonic", clock)
     monkeypatch.setattr(shard_claimer, "Watch", functools.partial(Watch, clock=clock))
     return clock

@@ -18,20 +18,14 @@ from slurmgpu.trackers.interface import Tracker
 from slurmgpu.trackers.replay import Replay
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.worker.logged_values import BURST, RATE, LoggedValues
+from tests.support.clocks import Clock
 from tests.support.pretend_runs import pretend_run
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
 def collected():
     """A worker's `LoggedValues`, the events that the task gets, and a clock."""
-    events, clock = [], Clock()
+    events, clock = [], Clock(1000.0)
     return LoggedValues(events.append, clock), events, clock
 
 

@@ -17,23 +17,15 @@ from torch import nn
 
 from slurmgpu import SlurmGPUError, throughput
 from slurmgpu.training.flops import count_flops, peak_flops
+from tests.support.clocks import Clock
 from tests.support.speed_ranks import LATE_S, N_STEPS
-
-
-class Clock:
-    """time.perf_counter, going on by what a test says."""
-
-    def __init__(self, monkeypatch):
-        self.now = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-    def go(self, seconds):
-        self.now += seconds
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch)
+    clock = Clock(100.0)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
 
 
 def steps(meter, clock, n_steps, **counts):
