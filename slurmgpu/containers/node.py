@@ -21,7 +21,7 @@ from slurmgpu.containers.runtime import Runtime, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerError, expand, home_folder
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.atomic_files import FULL
+from slurmgpu.util.shared_files import FULL
 
 INFINIBAND = "/dev/infiniband"
 

@@ -16,7 +16,7 @@ from slurmgpu.containers.settings import ContainerError, Identity
 from slurmgpu.containers.sif import read_sif
 from slurmgpu.containers.unpacking import Pause, describe, is_whole, record_of, remember, unpack
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.atomic_files import FULL
+from slurmgpu.util.shared_files import FULL
 
 CHUNK = 1 << 22
 SYNC_BYTES = 1 << 28

@@ -25,9 +25,8 @@ from slurmgpu.run.directory import Run, protect
 from slurmgpu.run.liveness import is_orphaned, processes_here
 from slurmgpu.run.lock import Lock, run_lock
 from slurmgpu.run.submissions import ENDS, Submission, SubmissionLine, is_of_processes, jobs_of
-from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.early_signals import heeded
-from slurmgpu.util.shared_files import list_names
+from slurmgpu.util.shared_files import FULL, list_names
 
 log = logging.getLogger(__name__)
 

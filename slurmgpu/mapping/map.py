@@ -39,7 +39,8 @@ from slurmgpu.run.mapped_function import MAPPED
 from slurmgpu.shards.column_types import RESULT
 from slurmgpu.shards.columns import Column
 from slurmgpu.task.preflight import check_here
-from slurmgpu.util.atomic_files import FULL, write_bytes
+from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.shared_files import FULL
 from slurmgpu.util.users import expanded
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.util.atomic_files import FULL, write_json
-from slurmgpu.util.shared_files import read_bytes
+from slurmgpu.util.atomic_files import write_json
+from slurmgpu.util.shared_files import FULL, read_bytes
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from slurmgpu.errors import GPUFaultError, NodeError, WorkloadError
-from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.exceptions import message_of
 from slurmgpu.util.out_of_memory import is_out_of_gpu_memory, is_out_of_host_memory
-from slurmgpu.util.shared_files import is_transient
+from slurmgpu.util.shared_files import FULL, is_transient
 from slurmgpu.util.signals import name_of_signal, signal_of
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from slurmgpu.util.shared_files import PATIENCE_S, link_first, naming, replace, retried
+from slurmgpu.util.shared_files import FULL, PATIENCE_S, link_first, naming, replace, retried
 
 log = logging.getLogger(__name__)
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a full disk, or an exceeded quota."""
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)

@@ -34,6 +34,8 @@ TRANSIENT = frozenset(
     )
 )
 """Errors of a file system that may pass within a moment."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk, or an exceeded quota."""
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _NO_OTHER_GROUP = {*_NO_HARD_LINKS, errno.EACCES, errno.EINVAL}
 """EINVAL: a user namespace, such as a container's, does not have the group."""
@@ -275,7 +277,7 @@ def list_fresh(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
         try:
             retried(lambda: _touch(folder), patience_s)
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in (errno.EROFS, *FULL):
                 raise
     return _listed(folder, lambda: os.listdir(folder), patience_s)
 
@@ -373,7 +375,7 @@ def move(source: Path, target: Path) -> None:
             if not exists(target, 0.0):
                 raise
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 error.filename, error.filename2 = str(target), None  # an error of a copy names both, the source first
             raise
         folder = target.parent.stat()

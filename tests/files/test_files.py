@@ -10,7 +10,8 @@ import pytest
 
 from slurmgpu.run.directory import create_run
 from slurmgpu.shards.names import partial_name, partials_of
-from slurmgpu.util.atomic_files import FULL, beside, partial_path, write_bytes, write_json_text, write_new
+from slurmgpu.util.atomic_files import beside, partial_path, write_bytes, write_json_text, write_new
+from slurmgpu.util.shared_files import FULL
 from tests.support.runs import planned_run
 
 

@@ -120,6 +120,7 @@ def _progress() -> Iterator[Callable[[str, bool], None]]:
     from rich.text import Text
 
     from slurmgpu.cli.console import plain_console
+    from slurmgpu.util.amounts import wide_clock
 
     console = plain_console(stderr=True)
     if not console.is_terminal:
@@ -129,8 +130,7 @@ def _progress() -> Iterator[Callable[[str, bool], None]]:
     with console.status("building") as status:
 
         def show(line: str, is_step: bool) -> None:
-            seconds = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - started))
-            text = Text(f"{seconds}  {line}")
+            text = Text(f"{wide_clock(time.monotonic() - started)}  {line}")
             text.truncate(console.width - 2, overflow="ellipsis")  # keeps it on one line, beside the spinner
             status.update(text)
 

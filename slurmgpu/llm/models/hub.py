@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.shared_files import FULL
 from slurmgpu.util.users import expanded
 
 MODEL_CONFIG = "config.json"
