@@ -142,9 +142,11 @@ def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: boo
     walltime_s = (submission.walltime_s or seen["walltime_s"]) if queues else None
     low, mean, high = mean_within(seen["batch_s"])
     asked = (plan, submission, seen, walltime_s)
-    slack_s = (max(seen["batch_s"]) - mean) * math.ceil(plan.shard_items / plan.batch_size)
+    # A shard's last batch may be smaller; at worst it takes as long as the others.
+    share, whole = plan.shard_items / plan.batch_size, math.ceil(plan.shard_items / plan.batch_size)
+    slack_s = (max(seen["batch_s"]) - mean) * whole
     slowly = SLOW_START if submission.n_concurrent == 1 else SLOW_START_TOGETHER
-    paces = ((low, QUICK_START, 0.0), (mean, 1.0, 0.0), (high, slowly, slack_s))
+    paces = ((low, share, QUICK_START, 0.0), (mean, share, 1.0, 0.0), (high, whole, slowly, slack_s))
     times = [forecast_of(*asked, *pace, resumes=resumes) for pace in paces]
 
     def spread(name: str) -> Spread:
@@ -196,6 +198,7 @@ def forecast_of(
     seen: Observed,
     walltime_s: float | None,
     batch_s: float,
+    shard_batches: float,
     starting: float = 1.0,
     slack_s: float = 0.0,
     *,
@@ -203,10 +206,12 @@ def forecast_of(
 ) -> Times:
     """The times of a run if each batch takes `batch_s` and all requested tasks run at once.
 
-    The start takes `starting` times as long as in the probe, and the last shard takes `slack_s` longer than others.
+    A shard takes as long as `shard_batches` batches. The start takes `starting` times as long as in the probe, and the
+    last shard takes `slack_s` longer than others.
     """
-    shard_s = plan.shard_items / plan.batch_size * batch_s + seen["between_s"]
-    work_s = -(-plan.n_items // plan.batch_size) * batch_s + plan.n_shards * seen["between_s"]
+    shard_s = shard_batches * batch_s + seen["between_s"]
+    n_batches = max(-(-plan.n_items // plan.batch_size), plan.n_items / plan.shard_items * shard_batches)
+    work_s = n_batches * batch_s + plan.n_shards * seen["between_s"]
     n_parts = plan.most_tasks(plan.n_shards)
     n_slots = min(submission.n_concurrent, n_parts)
     slot_s = min(-(-n_parts // n_slots) * shard_s / plan.parts, work_s)

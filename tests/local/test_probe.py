@@ -100,6 +100,15 @@ def test_a_steady_run_takes_its_start_and_its_share_of_the_shards():
     assert found["notes"] == []
 
 
+def test_a_last_batch_that_is_smaller_may_take_as_long_as_the_others():
+    plan = replace(Pretended(n_shards=10).plan(), n_items=200, shard_items=20, batch_size=16)
+    asked = Submission(1, "slurm", "auto", 1, 1, 1)
+    found = forecast(plan, asked, observed(start_s=0.0, first_s=0.0, between_s=0.0), resumes=False)
+    assert found["shard_s"] == {"low": 1.25 * 9.5, "expected": 1.25 * 10, "high": 2 * 10.5}
+    assert found["run_s"] == {"low": 1.25 * 95, "expected": 125.0, "high": 2 * 105.0}
+    assert found["gpu_hours"]["high"] == pytest.approx(210 / 3600, abs=1e-4)
+
+
 def test_a_forecast_says_that_tasks_share_gpus_which_count_whole():
     said = "tasks share GPUs, and each counts as if it had one of its own"
     assert [said in foretold(observed(), gres=gres)["assumptions"] for gres in ("shard:2", "gpu:2")] == [True, False]
