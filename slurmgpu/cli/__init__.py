@@ -16,13 +16,15 @@ from slurmgpu.cli.exit_codes import EXIT_BAD_USAGE, EXIT_COMPLETE, EXIT_INCOMPLE
 from slurmgpu.util import early_signals, standard_streams
 
 ANOTHER, ROOM = "Name a path that can be read or written here.", "Free space there, or name a path elsewhere."
+SIZE = "Raise your limit on the size of files (`ulimit -f`), or name a path on another file system."
 EXPIRED = "Its file system refuses you now: renew your ticket for it (with kinit, for example), or ask its owner."
 TO_DO = {
     **dict.fromkeys((errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), ANOTHER),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "A file is where a folder is needed. Name another path."),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Name a path that you may read or write, or ask its owner."),
     **dict.fromkeys((errno.EKEYEXPIRED, errno.ENOKEY, errno.EKEYREVOKED, errno.EKEYREJECTED), EXPIRED),
+    errno.EFBIG: SIZE,
     errno.EROFS: "Do this on a machine that can write there, or name another path.",
 }
 """Advice for an OSError, by errno; any other one is a bug."""
@@ -87,7 +89,8 @@ def _advice(error: OSError) -> str | None:
         to_do = EXPIRED
     if error.filename is None and error.errno == errno.ENOENT and _is_nowhere():
         return f"The working directory: {error.strerror}. It was removed: go to one that exists."
-    where = error.filename or {ROOM: "A file that it writes", EXPIRED: "A file", AGAIN: "A file"}.get(to_do or "")
+    nameless = {**dict.fromkeys((ROOM, SIZE), "A file that it writes"), EXPIRED: "A file", AGAIN: "A file"}
+    where = error.filename or nameless.get(to_do or "")
     return f"{where}: {error.strerror}. {to_do}" if where and to_do else None
 
 

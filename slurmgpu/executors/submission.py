@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -255,10 +256,11 @@ def _naming_room(run: Run) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in (*FULL, errno.EFBIG):
             raise
+        to_do = "Raise `ulimit -f`" if error.errno == errno.EFBIG else "Free space there"
         raise SlurmGPUError(
-            f"{error.filename or run.merged}: {error.strerror}. Published shards are kept. Free space there, then: "
+            f"{error.filename or run.merged}: {error.strerror}. Published shards are kept. {to_do}, then: "
             f"{command_to_continue(run)}"
         ) from error
 

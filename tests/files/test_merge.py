@@ -988,17 +988,21 @@ def test_a_copy_that_fails_leaves_no_thread_at_work_on_a_closed_file(run, monkey
     assert after == []
 
 
-def test_a_full_disk_is_named_with_the_command_that_goes_on(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "to_do"),
+    [(errno.ENOSPC, "Free space there"), (errno.EDQUOT, "Free space there"), (errno.EFBIG, "Raise `ulimit -f`")],
+)
+def test_a_full_disk_is_named_with_the_command_that_goes_on(run, monkeypatch, number, to_do):
     publish_all(run)
 
     def full(fd, size):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(joins, "_allocate", full)
         with pytest.raises(SlurmGPUError) as caught:
             merge_by_hand(run)
-    said = f"{run.merged}: No space left on device. Published shards are kept. Free space there, then: "
+    said = f"{run.merged}: {os.strerror(number)}. Published shards are kept. {to_do}, then: "
     assert str(caught.value) == f"{said}slurmgpu merge {run.typed}"
     assert merge_by_hand(run)["complete"]
 

@@ -47,6 +47,7 @@ def failing(monkeypatch):
         (errno.EPERM, "Name a path that you may read"),
         (errno.ENOSPC, "Free space there"),
         (errno.EDQUOT, "Free space there"),
+        (errno.EFBIG, "Raise your limit on the size of files"),
         (errno.ENAMETOOLONG, "Name a path that can be read"),
         (errno.ELOOP, "Name a path that can be read"),
         (errno.ENOENT, "Name a path that can be read"),
