@@ -9,7 +9,10 @@ import pytest
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
 from slurmgpu.executors import resubmission, submission
 from slurmgpu.executors.interface import Started
+from slurmgpu.operations import resubmit
+from slurmgpu.run.crash_history import history_path
 from slurmgpu.run.directory import Run
+from slurmgpu.run.recompute import Again, Recompute, read_recompute, write_recompute
 from slurmgpu.run.submissions import Submission
 from tests.support.pretend_runs import pretend_run
 
@@ -171,3 +174,23 @@ def test_the_next_submission_keeps_what_the_last_one_had_unless_something_else_i
     assert found.inject == ()  # failed items must not fail for the same reason
     assert notes == ["learnt with {'mem': '2G'}"]
     assert resubmission.next_submission(run, {"executor": "debug"})[0].inject == ()
+
+
+@pytest.mark.parametrize("is_again", [True, False])
+def test_a_resubmission_clears_what_would_mislead_its_tasks(run, monkeypatch, is_again):
+    """What failed items are computed again is of this submission alone, and their deaths are forgotten."""
+    again = Recompute(2, {3: Again(1, [(48, 50)])} if is_again else {})
+    draft = resubmit.Resubmission(NEXT, [], again, ["adjusted"], ["changed"], ["computed"])
+    monkeypatch.setattr(resubmit, "_draft", lambda run, asked: draft)
+    monkeypatch.setattr(resubmit, "start", lambda run, prepare, on_tick, tell: prepare(lock))
+    monkeypatch.setattr(resubmit.live_tasks, "refuse_alive", lambda run, to_do, force: None)
+    checked, lock = [], SimpleNamespace(check=lambda: checked.append(run.claims.numbers()))
+    write_recompute(run.folder, Recompute(2, {0: Again(1, [(0, 1)])}))  # its submission could not begin
+    histories = [history_path(run.claims.folder, shard) for shard in (3, 4)]
+    for path in (*histories, run.claims.path(3), run.claims.path(5)):
+        path.touch()
+    assert resubmit.resubmit(run, resubmit.Request()) == (NEXT, ["changed", "adjusted", "computed"])
+    assert run.claims.numbers() == set()
+    assert [path.exists() for path in histories] == [not is_again, True]
+    assert (read_recompute(run.folder) == again) if is_again else (read_recompute(run.folder) is None)
+    assert checked[0] == {3, 5}  # the lock is looked at before anything is removed
