@@ -15,6 +15,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import Reader, concatenate, find, promise, scan
+from slurmgpu.inputs.keys import check_names
 from slurmgpu.merge.join import Source, join
 from slurmgpu.shards.columns import Array, Ragged, Text
 from slurmgpu.shards.piece_table import pieces_of
@@ -177,6 +178,11 @@ def test_a_file_that_was_waited_for_has_to_be_the_one_that_its_run_promised(tmp_
     for given in ({"n_items": 4}, {"fingerprint": "g"}):
         with pytest.raises(SlurmGPUError, match=r"a\.h5 has 5 rows of plan f; expected .*, which this run waited for"):
             read(**given)
+
+
+def test_names_of_items_that_are_still_promised_are_not_looked_at(tmp_path: Path) -> None:
+    promised = promise(tmp_path / "a.h5", n_items=5, columns=["index", "text"], fingerprint="f", stride=2)
+    assert check_names(concatenate([promised], tmp_path / "index"), tmp_path / "index", "text") is None
 
 
 def test_an_h5_file_of_someone_else_is_refused(tmp_path: Path) -> None:
