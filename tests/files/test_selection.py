@@ -94,6 +94,24 @@ def test_failed_items_are_chosen_by_their_error_alone(run):
         assert [each.error for each in Selection(rows, failed=True).rows()] == [ROWS[4], ROWS[14]]
 
 
+def test_failed_items_may_have_to_meet_a_condition_as_well(run):
+    with RunRows(run) as rows:
+        assert [each.index for each in Selection(rows, where="index > 4", failed=True).rows()] == [14]
+
+
+@pytest.mark.parametrize(
+    ("where", "failed", "among"),
+    [(None, False, THERE), ("index > 2", False, [index for index in THERE if index > 2]), (None, True, [4, 14])],
+)
+def test_rows_are_drawn_among_those_that_are_chosen_and_come_in_order(run, where, failed, among):
+    with RunRows(run) as rows:
+        drawn = [Selection(rows, where=where, failed=failed).draw(3, seed) for seed in range(60)]
+        assert drawn[7] == Selection(rows, where=where, failed=failed).draw(3, 7)
+        assert Selection(rows, where=where, failed=failed).draw(99, 0) == among
+    assert all(each == sorted({*each}) and len(each) == min(3, len(among)) for each in drawn)
+    assert sorted({index for each in drawn for index in each}) == among
+
+
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
