@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import pairwise
 
 import pytest
 
@@ -39,7 +40,8 @@ def test_the_ledger_of_a_run_whose_workers_and_task_were_killed_is_what_happened
     ]
     assert survivor["spent"]["lost"] == record["lost_s"] > 0
     assert record["lost_s"] <= death["at"] - record["started"]
-    assert survivor["spent"]["loading"] >= NEARLY * 2 * 0.2
+    assert survivor["spent"]["loading"] == pytest.approx(loading_s(survivor), abs=0.002)
+    assert record["load_s"] >= NEARLY * 0.2
     assert survivor["spent"]["useful"] >= NEARLY * 0.05 * survivor["n_items"] > 0
     assert survivor["spent"]["repeated"] == 0
 
@@ -47,8 +49,13 @@ def test_the_ledger_of_a_run_whose_workers_and_task_were_killed_is_what_happened
     last = records(folder)[1]
     in_hand_s = last["updated"] - last["shard_started"]
     assert dead["spent"]["lost"] == pytest.approx(in_hand_s, abs=0.002)
-    assert dead["spent"]["loading"] >= NEARLY * 0.2
+    assert dead["spent"]["loading"] == pytest.approx(loading_s(dead), abs=0.002)
     assert report(folder)["ledger"]["lost"] == pytest.approx((record["lost_s"] + in_hand_s) / 3600, abs=1e-6)
+
+
+def loading_s(attempt):
+    """The seconds that its workers loaded, by when the task heard of it."""
+    return sum(end - at for (at, state), (end, _) in pairwise(attempt["phases"]) if state == "loading")
 
 
 def workers_of(record, folder):
