@@ -232,9 +232,9 @@ def test_whoever_could_read_what_was_merged_can_read_what_replaces_it(colleagues
     folder = colleagues.project("read", lacking=True)
     colleagues.slurmgpu(ALICE, "merge", "run", cwd=folder, expect=3)
     replaced = [folder / "run" / name for name in ("merged.h5", "report.json")]
-    before = [path.stat().st_ino for path in replaced]
+    before = [path.read_bytes() for path in replaced]
     colleagues.slurmgpu(ALICE, "resubmit", *COMPUTE, "run", cwd=folder, umask=0o077, expect=0)
-    assert not set(before) & {path.stat().st_ino for path in replaced}
+    assert all(path.read_bytes() != content for path, content in zip(replaced, before, strict=True))
     assert [stat.S_IMODE(path.stat().st_mode) for path in replaced] == [0o644] * 2
     said = colleagues.slurmgpu(BOB, "show", "run", cwd=folder, expect=0).stdout
     assert len(said.splitlines()) == 11
