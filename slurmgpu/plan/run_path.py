@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
@@ -28,12 +29,18 @@ def run_path(config: RunFile, path: Path, run_dir: Path | None, *, is_look: bool
 def refuse_odd_path(run_dir: Path, not_in_paths: str) -> None:
     """Raise SlurmGPUError for a run directory whose path Slurm would change, or that is not UTF-8.
 
+    Nor may Python take it for another encoding, in which run.json would name other files.
     The executor refuses `not_in_paths`. Submitit and Slurm replace %j and other patterns anywhere in the path of a log;
     a backslash turns that off. A line break ends an #SBATCH line, and versions of sbatch read a quote in one
     differently.
     """
     path = str(run_dir)
-    if found := CONTROL.search(path):
+    if (encoding := sys.getfilesystemencoding()) != "utf-8" and not path.isascii():
+        what = (
+            f"letters that this shell's locale reads as {encoding}, so that another would not find the files that "
+            "the run names (LC_ALL=C.UTF-8 or PYTHONUTF8=1 changes that)"
+        )
+    elif found := CONTROL.search(path):
         what = f"the control character {found[0]!a}"
     elif found := NOT_UTF8.search(path):
         what = f"{found[0]!a}, a byte that is not valid in UTF-8, which a run's files and Slurm's messages are in"

@@ -594,6 +594,17 @@ def test_a_path_that_slurm_would_not_take_as_it_is_is_refused_before_anything_is
     assert not (folder / name).exists()
 
 
+def test_a_path_that_the_locale_reads_otherwise_than_as_utf8_is_refused(project, monkeypatch):
+    """run.json would name files that a shell with another locale does not find."""
+    folder = project(4, resources={"executor": "local"})
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+    mistaken = "日".encode().decode("latin-1")  # which has a control character
+    match = pytest.raises(SlurmGPUError, match="reads as iso8859-1")
+    with match, draft_run(folder / "slurmgpu.toml", run_dir=folder / mistaken):
+        pass
+    assert plan(folder).n_items == 4
+
+
 def test_spaces_and_quotes_in_a_path_do_what_they_say_on_this_machine(project, slurmgpu):
     folder = project(4)
     name = 'it\'s a "run" of $HOME & ünïcode'
