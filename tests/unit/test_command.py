@@ -4,6 +4,7 @@ import datetime
 import errno
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -642,13 +643,15 @@ def test_a_slice_that_dies_is_halved_and_its_last_item_tried_again(score, tmp_pa
     assert (tmp_path / "calls").read_text() == "xxx"
 
 
-def test_a_program_that_resumes_may_hear_of_the_end_before_its_task_does(tmp_path, monkeypatch):
+def test_a_program_that_resumes_may_hear_of_the_end_before_its_task_does(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     run = [sys.executable, "-S", "-c", "raise SystemExit(1)", "{text}"]  # not by a signal: called once
     command = loaded(tmp_path, monkeypatch, run=run, resumes=True)
     hears = iter([False, True])
     monkeypatch.setattr(command, "_stopping", lambda: next(hears))
     with pytest.raises(Interrupted):
         command(items("a"))
+    assert "the program was told to end, and left no row: " in caplog.text
 
 
 def test_exit_code_75_is_tried_again_later(one, score):

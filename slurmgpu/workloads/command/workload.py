@@ -437,7 +437,7 @@ class Command:
             return self._rows(call, values, given)
         except CallFailedError as error:
             if self.resumes and self._will_stop():
-                log.info("told to end: %s", str(error).partition("\n")[0])
+                log.info("the program was told to end, and left no row: %s", str(error).partition("\n")[0])
                 raise Interrupted from error
             raise
 
