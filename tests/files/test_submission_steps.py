@@ -194,3 +194,33 @@ def test_a_resubmission_clears_what_would_mislead_its_tasks(run, monkeypatch, is
     assert [path.exists() for path in histories] == [not is_again, True]
     assert (read_recompute(run.folder) == again) if is_again else (read_recompute(run.folder) is None)
     assert checked[0] == {3, 5}  # the lock is looked at before anything is removed
+
+
+@pytest.mark.parametrize(
+    ("complete", "later", "states", "does"),
+    [
+        (True, {"by_hand": True}, ["ended", "ended"], ["told"]),  # there is nothing left for it
+        (False, {"by_hand": True}, ["ended", "queued"], ["told"]),  # its user merges it
+        (False, {"array_job": "8", "merge_job": "9"}, ["ended", "queued"], [{"array_job": "8", "merge_job": "9"}]),
+        (False, {"state": "ended"}, ["ended", "ended"], []),
+        (False, {"state": "refused"}, ["ended", "refused"], ["told"]),
+        (False, {"state": "submitting"}, ["ended", "refused"], ["told"]),  # its process was killed
+    ],
+)
+def test_a_merge_job_hands_over_to_a_later_submission_and_ends_what_has_nothing_left(
+    run, monkeypatch, complete, later, states, does
+):
+    done, report = [], {"complete": complete, "resubmit": "slurmgpu resubmit run"}
+    monkeypatch.setattr(submission.merge, "merge", lambda *given: report)
+    monkeypatch.setattr(submission, "_in_words", lambda report: "merged")
+    monkeypatch.setattr(submission, "_tell_end", lambda run, report, is_told: done.append("told"))
+    monkeypatch.setattr(submission, "others_alive", lambda run, own: None)
+    monkeypatch.setattr(submission, "accounting_of", lambda run, settled: None)
+    slurm = SimpleNamespace(hand_over=lambda line, jobs: done.append(jobs))
+    monkeypatch.setattr(submission, "executor_named", lambda name: slurm)
+    first = {key: value for key, value in run.submissions()[0].items() if not key.endswith("_job")}
+    run.record_submission({"submission": 1, "state": "queued"})
+    run.record_submission({**first, "submission": 2, "state": "queued", **later})
+    assert submission.merge_behind(run, 1) == (0 if complete else 3)
+    assert [line["state"] for line in run.submissions()] == states
+    assert done == does
