@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, find, records, scan
+from slurmgpu.inputs import InputSpec, Reader, find, records, scan, scanner
 from slurmgpu.inputs.lines import LineRows
 
 
@@ -389,6 +391,21 @@ def test_an_input_whose_numbers_of_items_do_not_agree_is_refused(
     else:
         with pytest.raises(SlurmGPUError, match=f", but {found}. It was edited or is damaged"):
             InputSpec.from_json(value)
+
+
+def test_chunks_are_hashed_in_order_and_to_the_end_whatever_thread_hashes_them() -> None:
+    class Late:
+        """A thread that does nothing until it is waited for."""
+
+        def submit(self, update: Callable[[bytes], None], chunk: bytes) -> SimpleNamespace:
+            return SimpleNamespace(result=lambda: update(chunk))
+
+    chunks = [bytes([number]) * size for number, size in enumerate((100_000, 70_000, 9, 70_000, 100_000, 8, 7, 70_000))]
+    for some in (chunks, chunks[:3]):
+        checksum = hashlib.sha256()
+        late: Any = Late()
+        assert list(scanner._hashed(some, checksum, late)) == some
+        assert checksum.hexdigest() == hashlib.sha256(b"".join(some)).hexdigest()
 
 
 def test_nothing_is_read_from_a_file_that_has_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
