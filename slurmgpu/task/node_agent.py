@@ -17,6 +17,7 @@ from typing import Any
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import GPUFaultError
 from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import FILES, POLICIES, class_of
 from slurmgpu.run.records import Attempt
 from slurmgpu.run.rendezvous import Line, join_rendezvous
 from slurmgpu.task.launcher import Launcher
@@ -150,12 +151,13 @@ class _Follower:
         return None
 
     def _as_problem(self, error: Exception) -> dict[str, Any]:
-        kind, node = "gpu_fault", self._node
+        kind = "gpu_fault" if isinstance(error, GPUFaultError) else class_of(error, FILES)
         if isinstance(error, ContainerError):
-            kind, node = error.kind, self._node if error.node_at_fault else ""
-        elif isinstance(error, OSError):
-            kind, node = "crash", ""
-        return {"kind": kind, "message": f"{self._node}: {error}", "node": node or None}
+            kind, at_fault = error.kind, error.node_at_fault
+        else:
+            at_fault = POLICIES[kind].node_at_fault
+        message = str(error) if POLICIES[kind].says else f"{self._node}: {error}"  # which follows the node's name
+        return {"kind": kind, "message": message, "node": self._node if at_fault else None}
 
     def _listen(self) -> None:
         while (message := self._line.hear()) is not None:

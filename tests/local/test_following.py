@@ -57,6 +57,25 @@ def test_a_fault_that_another_node_finds_names_that_node_and_nothing_is_claimed(
     assert not list((run_folder / "run" / "claims").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("number", "failure", "bad_node", "message"),
+    [
+        ("ESTALE", "file_system", "second", "second has lost a file system: [Errno 116] Stale file handle"),
+        ("ENOSPC", "disk_full", None, "second: [Errno 28] No space left on device"),
+        ("ENOENT", "crash", None, "second: [Errno 2] No such file or directory"),
+    ],
+)
+def test_an_error_of_files_on_another_node_has_the_class_that_it_has_on_the_first(
+    run_folder, number, failure, bad_node, message
+):
+    fail = f"import os, errno\ndef fail(self): raise OSError(errno.{number}, os.strerror(errno.{number}))\n"
+    nodes = [start_node(run_folder, 0), start_node(run_folder, 1, changed=f"{fail}following.Launcher.prepare = fail")]
+    assert nodes[0].wait(240) != 0
+    assert nodes[1].wait(240) == 0
+    [record] = records(run_folder)
+    assert (record["failure"], record["bad_node"], record["message"]) == (failure, bad_node, message)
+
+
 def test_a_fault_that_the_first_node_finds_ends_the_others(run_folder):
     nodes = [start_node(run_folder, 0, device="auto", gpus=""), start_node(run_folder, 1, device="auto")]
     assert [node.wait(240) for node in nodes] == [1, 0]
