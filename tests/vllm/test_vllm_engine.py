@@ -73,6 +73,24 @@ def test_greedy_answers_are_those_of_the_other_engine(vllm, reference, sampling)
             assert found.logprobs is None
 
 
+def test_a_special_token_that_is_a_stop_text_ends_what_is_computed(monkeypatch, vllm):
+    arguments_of, generate, n_computed = vllm._sampling_arguments, vllm._generate, []
+
+    def with_a_special_token(encoded):
+        return {**arguments_of(encoded), "allowed_token_ids": [3, *range(5, 18)]}  # 3 is <unk>
+
+    def counted(*given, **more):
+        outputs = generate(*given, **more)
+        n_computed.extend(len(output.outputs[0].token_ids) for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(vllm, "_sampling_arguments", with_a_special_token)
+    monkeypatch.setattr(vllm, "_generate", counted)
+    found = list(vllm.generate(requests_of(texts(8), max_tokens=60, temperature=2.0, stop=("<unk>",))))
+    assert "stop" in {output.finish_reason for output in found}
+    assert sorted(n_computed) == sorted(len(output.tokens) for output in found)
+
+
 @pytest.mark.parametrize(
     ("choices", "n_ways"), [(("a", "b"), 1), (("1", "12", "123", "ab", "ac"), 1), (("yes", "yes", "no", " no"), 2)]
 )
