@@ -35,6 +35,15 @@ class Scheduling(LoadScopeScheduling):
         self.registered_collections = dict([whole, *others])  # the first are the tests that are run
         return True
 
+    def remove_node(self, node):
+        """Of a dead worker's tests, leave to others those that are not done: one without any would wait for ever."""
+        crashed = super().remove_node(node)
+        for scope, tests in [*self.workqueue.items()]:
+            tests.update({crashed: True} if crashed in tests else {})
+            if all(tests.values()):
+                del self.workqueue[scope]
+        return crashed
+
     def _assign_work_unit(self, node):
         collected = set(self.registered_collections[node])
         possible = [scope for scope, tests in self.workqueue.items() if collected.issuperset([*tests][:1])]
