@@ -70,12 +70,14 @@ def room(folder: Path, kind: str) -> Iterator[None]:
         replace(folder, aside)  # with its lock, which tells who left it if this process is killed
     try:
         yield
-    finally:
+    except BaseException:
         if exists(folder):
-            shutil.rmtree(aside, ignore_errors=True)  # on NFS what is open elsewhere stays until it is closed
+            shutil.rmtree(aside, ignore_errors=True)
         else:
             remove(aside / RUN_LOCK)
             replace(aside, folder)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)  # on NFS what is open elsewhere stays until it is closed
 
 
 def remove_left(folder: Path) -> None:
