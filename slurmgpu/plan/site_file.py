@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from slurmgpu.plan.run_file import (
 )
 from slurmgpu.plan.variables import substitute
 from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
+from slurmgpu.util.shared_files import exists
 from slurmgpu.util.users import expanded
 
 TABLES = ("resources", "container", "slurm", "merge")
@@ -264,6 +266,10 @@ def _read(source: RunFileSource) -> dict[str, Any]:
             value, _ = substitute(read_toml(source), str(source))
         except FileNotFoundError:
             raise SlurmGPUError(f"There is no run file {source}. `slurmgpu init` writes one.") from None
+        except IsADirectoryError:
+            resubmit = f"slurmgpu resubmit {shlex.quote(str(source))}"
+            what = f"a run, which `{resubmit}` completes" if exists(source / "run.json") else "a folder"
+            raise SlurmGPUError(f"{source} is {what}. Name a run file, such as slurmgpu.toml.") from None
     alone = value
     if isinstance(resources := value.get("resources"), dict) and resources.get("gpus") == ALL:
         alone = {**value, "resources": {**resources, "gpus": 0}}  # the site file or an option may set the executor

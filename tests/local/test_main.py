@@ -85,6 +85,7 @@ def test_any_other_error_is_a_bug_with_its_traceback(failing, error):
         (["status", "."], "it has no run.json. `slurmgpu list` shows the runs here."),
         (["list", "~nobody-here"], "/~nobody-here"),
         (["submit", "~nobody-here/run.toml"], "There is no run file"),
+        (["submit", "."], " is a folder. Name a run file, such as slurmgpu.toml."),
         (["submit", "--dry-run", "-s", "run_dir=~nobody-here/run", "-s", "workload.use=~nobody-here/x.py:X"], "x.py"),
         (["show", "run", "-n", f"{1 << 64}"], "less than or equal to"),
     ],
@@ -100,6 +101,13 @@ def test_a_merged_file_is_refused_with_the_run_directory_to_name(slurmgpu, tmp_p
     for argv in (["show"], ["export", "-o", "x.csv"], ["status"], ["logs"], ["merge"]):
         said = slurmgpu(argv[0], "a run/merged.h5", *argv[1:], cwd=tmp_path, expect=2).stderr
         assert f"merged.h5 is a file; expected a run directory, perhaps '{tmp_path}/a run'." in said
+
+
+def test_a_run_in_place_of_a_run_file_is_refused_with_what_completes_it(slurmgpu, tmp_path):
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "run.json").touch()
+    said = slurmgpu("submit", "a run", cwd=tmp_path, expect=2).stderr
+    assert f"is a run, which `slurmgpu resubmit '{tmp_path}/a run'` completes. Name a run file" in said
 
 
 def test_a_home_is_put_in_place_of_its_sign_where_there_is_one(monkeypatch, tmp_path):
