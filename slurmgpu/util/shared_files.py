@@ -128,15 +128,8 @@ def open_file(path: os.PathLike[str] | str) -> io.BufferedReader:
 
 
 def open_to_append(path: os.PathLike[str] | str) -> io.BufferedWriter:
-    """A regular file, open for appending, created if missing; UnusableFileError for anything else.
-
-    Also for a file of several names, hard links: another user may have given a file of this one's a name here.
-    """
-    file = open(path, "ab", opener=_open)  # noqa: SIM115 - closed by the caller
-    if os.fstat(file.fileno()).st_nlink > 1:
-        file.close()
-        raise UnusableFileError(path, "it has another name, a hard link, under which it would change as well")
-    return file
+    """A regular file, open for appending, created if missing; UnusableFileError for anything else."""
+    return open(path, "ab", opener=_open)
 
 
 def read_bytes(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, patience_s: float = PATIENCE_S) -> bytes:

@@ -23,7 +23,6 @@ from slurmgpu.util.shared_files import (
     may,
     move,
     open_regular,
-    open_to_append,
     read_bytes,
     remove,
     retried,
@@ -92,18 +91,6 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path, what):
 def test_a_device_is_refused():
     with pytest.raises(UnusableFileError, match="a device"):
         open_regular("/dev/zero")
-
-
-def test_a_file_of_another_name_is_not_appended_to(tmp_path):
-    (tmp_path / "x").write_bytes(b"before")
-    with open_to_append(tmp_path / "x") as file:
-        file.write(b", after")
-    os.link(tmp_path / "x", tmp_path / "telemetry")
-    n_open = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(UnusableFileError, match="hard link"):
-        open_to_append(tmp_path / "telemetry")
-    assert (tmp_path / "x").read_bytes() == b"before, after"
-    assert len(os.listdir("/proc/self/fd")) == n_open
 
 
 def test_a_file_beyond_what_makes_sense_is_not_read(tmp_path):
