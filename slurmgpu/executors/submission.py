@@ -161,7 +161,15 @@ def _compute_and_merge(
 def merge_by_hand(run: Run, *, force: bool = False) -> Report:
     """Merge now and return the report; refused while the run has live tasks or queued jobs, unless `force`."""
     owners.refuse_unwritable(run, "merge it", merges=True)
-    over = _locked_when_over(run, lambda: None, lambda: accounting_of(run), patient=False)
+
+    def ask() -> Accounting | None:
+        if not force:
+            refuse_alive(
+                run, "merge", force=False
+            )  # waits for tasks that were cancelled, so that accounting knows their ends
+        return accounting_of(run)
+
+    over = _locked_when_over(run, lambda: None, ask, patient=False)
     with heeded(), over as (lock, accounting):
         may_live = refuse_alive(run, "merge", force=force)
         report, has_ended = _merge_and_end(run, accounting, lock, may_live=may_live)

@@ -73,6 +73,11 @@ def _is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (*FULL, errno.EFBIG)
 
 
+def _is_of_file_system(error: BaseException) -> bool:
+    is_of_process = isinstance(error, BlockingIOError) and error.filename is None  # which could not be started
+    return is_transient(error) and not is_of_process
+
+
 def _is_gpu_fault(error: BaseException) -> bool:
     return any(text in message_of(error) for text in GPU_FAULT_TEXTS + HARDWARE_TEXTS)
 
@@ -146,7 +151,7 @@ POLICIES: dict[str, Policy] = {
         "the node lost a file system that the run uses",
         True,
         node_at_fault=True,
-        seen={FILES: is_transient, INPUT: is_transient},
+        seen=dict.fromkeys((FILES, INPUT), _is_of_file_system),
         exit_code=EXIT_FILE_SYSTEM,
         says="has lost a file system",
     ),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.errors import GPUFaultError
+from slurmgpu.errors import GPUFaultError, SlurmGPUError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of
 from slurmgpu.run.records import Attempt
@@ -122,7 +122,11 @@ class _Follower:
         if order["do"] == "end":
             return 0
         if order["do"] == "start":
-            self._start(order, stack)
+            try:
+                self._start(order, stack)
+            except (SlurmGPUError, OSError) as error:
+                log.error("%s", error)
+                self._line.tell({"problem": self._as_problem(error)})
         else:
             self._worker = None
             stack.close()

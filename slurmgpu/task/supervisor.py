@@ -17,7 +17,7 @@ from dataclasses import replace
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.errors import GPUFaultError
+from slurmgpu.errors import GPUFaultError, SlurmGPUError
 from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit
@@ -134,6 +134,8 @@ class Task:
             return self._fail(error.kind, str(error))
         except WorkerFailedError as error:
             return self._fail(error.kind, str(error), error.trace)
+        except SlurmGPUError as error:
+            return self._fail(class_of(error, FILES), str(error))
         except OSError as error:
             return self._fail(class_of(error, FILES), str(error), trace_of(error))
         except Exception as error:

@@ -105,13 +105,25 @@ def whole_file(
 
 
 def keep_readers(fd: int, path: Path, patience_s: float = PATIENCE_S) -> None:
-    """Let all read an open file who may read the file at `path`, which it will replace, whatever the umask is."""
+    """Let all read an open file who may read the file at `path`, which it will replace, whatever the umask is.
+
+    An access control list is not copied.
+    """
     with contextlib.suppress(FileNotFoundError):
         former, new = retried(path.lstat, patience_s), os.fstat(fd)
-        readers = former.st_mode & (stat.S_IROTH | (stat.S_IRGRP if former.st_gid == new.st_gid else 0))
+        of_group = stat.S_IRGRP if former.st_gid == new.st_gid and not _has_access_list(path) else 0
+        readers = former.st_mode & (stat.S_IROTH | of_group)
         if stat.S_ISREG(former.st_mode) and readers & ~new.st_mode:
             with naming(path):
                 _give_mode(fd, stat.S_IMODE(new.st_mode) | readers)
+
+
+def _has_access_list(path: Path) -> bool:
+    """Whether a file has an access control list, of which the group's bits of its mode are the mask (acl(5))."""
+    try:
+        return "system.posix_acl_access" in os.listxattr(path, follow_symlinks=False)
+    except OSError:  # the file system has none
+        return False
 
 
 def _give_mode(fd: int, mode: int) -> None:

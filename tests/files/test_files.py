@@ -12,7 +12,9 @@ from slurmgpu.run.directory import create_run
 from slurmgpu.shards.names import partial_name, partials_of
 from slurmgpu.util.atomic_files import beside, partial_path, write_bytes, write_json_text, write_new
 from slurmgpu.util.shared_files import FULL
+from tests.support.access_lists import let_user_read
 from tests.support.runs import planned_run
+from tests.support.somebody import USER
 
 
 def half_of_it(path):
@@ -163,6 +165,20 @@ def test_a_file_that_replaces_another_keeps_its_readers(tmp_path, former, umask,
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == found
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+
+
+def test_what_replaces_a_file_of_an_access_list_is_not_opened_to_the_group(tmp_path):
+    """The mode of such a file has the list's mask where the group's permissions would be."""
+    path = tmp_path / "merged.h5"
+    path.touch(0o600)
+    let_user_read(path, USER.pw_uid)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    before = os.umask(0o077)
+    try:
+        write_bytes(path, b"new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(("has", "asked"), [(0o755, 0o644), (0o777, 0o644), (0o755, 0o600)])

@@ -1022,3 +1022,16 @@ def test_a_merge_by_hand_asks_accounting_before_it_holds_the_lock(run, monkeypat
 
     monkeypatch.setattr(submissions, "accounting_of", ask)
     assert merge_by_hand(run)["complete"]
+
+
+def test_a_merge_by_hand_asks_accounting_once_cancelled_tasks_have_ended(run, monkeypatch):
+    """Before their ends, accounting does not know them."""
+    publish_all(run)
+    done = []
+    monkeypatch.setattr(submissions, "refuse_alive", lambda *_, force: done.append(f"alive, force={force}"))
+    monkeypatch.setattr(submissions, "accounting_of", lambda run: done.append("accounting"))
+    assert merge_by_hand(run)["complete"]
+    assert done == ["alive, force=False", "accounting", "alive, force=False"]  # the last one with the lock
+    del done[:]
+    assert merge_by_hand(run, force=True)["complete"]
+    assert done == ["accounting", "alive, force=True"]

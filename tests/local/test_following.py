@@ -94,6 +94,25 @@ def test_a_follower_without_a_leader_ends(run_folder):
     assert start_node(run_folder, 1, meeting_s=0.2).wait(240) == 75
 
 
+@pytest.mark.parametrize(
+    ("raised", "failure", "message"),
+    [
+        ("SlurmGPUError('no more processes')", "crash", "second: no more processes"),
+        ("OSError(errno.ESTALE, 'Stale file handle')", "file_system", "second has lost a file system: "),
+    ],
+)
+def test_a_worker_that_another_node_cannot_start_is_no_death_of_the_node(run_folder, raised, failure, message):
+    pytest.importorskip("torch")
+    fail = f"def fail(*given): raise {raised}\nfollowing.start_program = fail"
+    changed = f"import errno; from slurmgpu.errors import SlurmGPUError\n{fail}"
+    nodes = [start_node(run_folder, 0), start_node(run_folder, 1, changed=changed)]
+    assert nodes[0].wait(240) != 0
+    assert nodes[1].wait(240) == 0
+    [record] = records(run_folder)
+    assert record["failure"] == failure
+    assert record["message"].startswith(message)
+
+
 SLOW_TO_START = """
 import time
 begin = nodes.start_program

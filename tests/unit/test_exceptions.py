@@ -2,6 +2,8 @@
 
 import ast
 import asyncio
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,13 @@ def test_an_item_that_cannot_be_sorted_fails_alone_and_values_that_cannot_be_com
 @pytest.mark.parametrize("kind", MUTE)
 def test_every_exception_has_a_failure_class(kind, ended):
     assert class_of(raised(kind), ended) in ("crash", "input_error", "workload_error", "item_error")
+
+
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_file_system():
+    text = os.strerror(errno.EAGAIN)
+    for ended, of_process in ((FILES, "crash"), (INPUT, "input_error")):
+        assert class_of(OSError(errno.EAGAIN, text), ended) == of_process  # as of fork(2)
+        assert class_of(OSError(errno.EAGAIN, text, "shards/00001.h5"), ended) == "file_system"
 
 
 BROAD = {"Exception", "BaseException", "SystemExit"}
