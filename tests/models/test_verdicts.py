@@ -77,6 +77,17 @@ def model(tmp_path_factory):
         ("correctness", "Verdict: [Correct / Incorrect]", None),
         ("correctness", "Verdict: Correct\n\nIncorrect units are no fault", "correct"),
         ("correctness", "Verdict： **Incorrect**", "incorrect"),
+        ("correctness", "Verdict: Incorrect. Correct answer: 5", "incorrect"),
+        ("correctness", "Verdict: Incorrect (correct answer is 5)", "incorrect"),
+        ("correctness", "Verdict: **Incorrect** (Correct: 5)", "incorrect"),
+        ("correctness", "Verdict: Incorrect, correct answer is 42", "incorrect"),
+        ("correctness", "Verdict: Incorrect | **Correct**: 5", "incorrect"),
+        ("correctness", "Verdict: Correct. Correct answer is 5", "correct"),
+        ("correctness", "Verdict: Correct and correct units", "correct"),
+        ("correctness", "Verdict: Correct.\nFinal verdict: Incorrect (correct answer: 5 m)", "incorrect"),
+        ("correctness", "Verdict: **Correct** and **Incorrect**", None),
+        ("correctness", "Verdict: 'Correct'/'Incorrect'", None),
+        ("correctness", "Verdict: Correct or Incorrect, by the units", None),
     ],
 )
 def test_a_judge_says_its_verdict_in_many_ways(rubric, answer, verdict):
