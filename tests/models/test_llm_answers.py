@@ -116,7 +116,7 @@ def test_a_turn_of_the_assistant_that_goes_on_is_as_the_template_writes_it(tmp_p
     made, tokenizer = codec(tmp_path, added=("<think>", "</think>"), template=template)
     roles = itertools.cycle(["user", "assistant"])
     messages = tuple({"role": role, "content": text} for role, text in zip(roles, turns, strict=False))
-    encoded = made.encode(Request(0, Prompt(messages=messages), Sampling()))
+    encoded = made.encode(Request(0, Prompt(messages=messages, continues=True), Sampling()))
     text, is_text, special = expected.partition("\0")
     wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not is_text:
@@ -125,6 +125,12 @@ def test_a_turn_of_the_assistant_that_goes_on_is_as_the_template_writes_it(tmp_p
     assert (len(encoded.tokens) > len(wanted)) == bool(special)
     assert tokenizer.eos_token_id not in encoded.tokens
     assert made.reasoning_of(encoded) is None
+
+
+def test_an_answer_behind_an_earlier_turn_of_the_assistant_is_in_the_prompt(tmp_path):
+    made, _ = codec(tmp_path, template=SPACED)
+    messages = ({"role": "user", "content": "2"}, {"role": "assistant", "content": "so"})
+    assert made.render(Prompt(messages=messages, answer="15")) == ("12 so=15", True)
 
 
 def test_half_of_a_surrogate_pair_fails_its_own_prompt(tmp_path):

@@ -94,6 +94,8 @@ def test_an_answer_at_the_end_of_a_chat_is_not_shown_unless_asked():
         Prompts(messages="chat").of({"chat": ANSWERED})
     dropped = Prompts(messages="chat", last="drop").of({"chat": ANSWERED})
     assert (dropped.messages, dropped.continues) == (tuple(CHAT), False)
+    dropped = Prompts(messages="chat", last="drop").of({"chat": [*ANSWERED, ANSWERED[-1]]})
+    assert (dropped.messages, dropped.continues) == (tuple(ANSWERED), False)  # as in a log of an agent
     continues = Prompts(messages="chat", last="continue")
     continued = continues.of({"chat": ANSWERED})
     assert (continued.messages, continued.continues) == (tuple(ANSWERED), True)

@@ -90,9 +90,9 @@ NOTHING_GENERATED = Generated()
 class Prompt:
     """Chat `messages`, or plain `text`, and perhaps the beginning of the `answer`.
 
-    If that beginning is given, the model continues from it without reasoning; so it does if `messages` end with a turn
-    of the assistant. It continues its own answer, including its reasoning, if the answer's tokens are given as
-    `generated`; `so_far` is the part of that answer's text to keep.
+    If that beginning is given, the model continues from it without reasoning; so it does if it `continues` the last of
+    `messages`, a turn of the assistant. It continues its own answer, including its reasoning, if the answer's tokens
+    are given as `generated`; `so_far` is the part of that answer's text to keep.
     `adapter` is the name of one of the model's adapters; "" is its only adapter, or the model itself if it has several.
 
     `shots` are examples before a plain text, each a question and its answer: turns of a chat if the model has a chat
@@ -110,6 +110,7 @@ class Prompt:
     text: str = ""
     system: str = ""
     messages: tuple[Message, ...] = ()
+    continues: bool = False
     answer: str = ""
     so_far: str = ""
     generated: Generated | None = None
@@ -127,11 +128,6 @@ class Prompt:
         system = [("system", self.system)] if self.system else []
         shots = [turn for asked, said in self.shots for turn in (("user", asked), ("assistant", said))]
         return tuple({"role": role, "content": text} for role, text in (*system, *shots, ("user", self.text)))
-
-    @property
-    def continues(self) -> bool:
-        """Whether the model continues the last of `messages`, a turn of the assistant."""
-        return bool(self.messages) and self.messages[-1].get("role") == "assistant"
 
     @property
     def plain(self) -> Composed:

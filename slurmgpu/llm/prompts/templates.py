@@ -180,11 +180,12 @@ class Prompts:
         system = None if self._system is None else self._system.render(data, self._given)
         if self._messages is not None:
             messages = self._chat(_messages(self._messages, take(data, self._messages)))
+            continues = self._last == "continue" and messages[-1]["role"] == "assistant"
             if system is None:
-                return Prompt(messages=messages)
+                return Prompt(messages=messages, continues=continues)
             if messages[0]["role"] == "system":
                 raise ItemError(f"field {self._messages!r} begins with a system message, and system is also set")
-            return Prompt(messages=({"role": "system", "content": system}, *messages))
+            return Prompt(messages=({"role": "system", "content": system}, *messages), continues=continues)
         assert self._prompt is not None
         own = () if self._fewshot is None else tuple(self._prompt.render(form, self._given) for form in forms)
         return self._after_examples(self._prompt.render(data, self._given), system or "", seed, own)
@@ -209,7 +210,7 @@ class Prompts:
                 raise SlurmGPUError(f"fewshot: example {number}: {error}") from error
 
     def _chat(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The messages for the model; if the last one is the assistant's, the model continues it."""
+        """The messages for the model; of an assistant's turn at the end only what `last` says."""
         if messages[-1]["role"] != "assistant":
             return messages
         if self._last is None:
