@@ -195,6 +195,9 @@ class Text(Column, kind="text"):
         return None
 
 
+READ_AT_ONCE = 1024
+"""Rows of JSON that are decoded together: one by one, two million numbers take six times as long."""
+
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -227,8 +230,11 @@ class Json(Text, kind="json"):
 
     def read(self, stored: Sequence[bytes]) -> list[Any]:
         """The values; None for a failed item without a value."""
-        # One call for all of them: for two million numbers it takes a sixth of the time.
-        read: list[Any] = json.loads(f"[{b','.join(text or b'null' for text in stored).decode()}]")
+        read: list[Any] = []
+        # Not all rows at once: the joined text may take four bytes for each character.
+        for start in range(0, len(stored), READ_AT_ONCE):
+            some = stored[start : start + READ_AT_ONCE]
+            read += json.loads(f"[{b','.join(text or b'null' for text in some).decode()}]")
         return read
 
     def cells(self, stored: Sequence[bytes]) -> list[Any]:

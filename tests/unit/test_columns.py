@@ -1,5 +1,7 @@
 """What columns can be declared, and which values they take."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -211,6 +213,17 @@ def test_nan_is_a_float_like_any_other(dtype, shape):
 def test_a_value_that_would_lose_something_is_refused_in_the_columns_name(column, value, problem):
     with pytest.raises(ValueError, match=f"^column 'x': .*{problem}".replace("|", r"\|")):
         convert(column, value)
+
+
+def test_json_is_read_in_little_more_memory_than_its_values_take():
+    stored = [b'"%d %s"' % (number, b"a" * 1000) for number in range(8000)]
+    stored[5], stored[7000] = '"\N{GRINNING FACE}"'.encode(), b""
+    tracemalloc.start()
+    found = Json().read(stored)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [len(found), found[4], found[5], found[7000]] == [8000, "4 " + "a" * 1000, "\N{GRINNING FACE}", None]
+    assert peak < 2 * kept
 
 
 @given(value=st.integers(-(2**65), 2**65), dtype=st.sampled_from(INTEGERS))
