@@ -33,6 +33,8 @@ class Scheduling(LoadScopeScheduling):
             missing = set(whole[1]) ^ set(found)
             assert all(each.startswith(MODELS) for each in missing), f"{node.gateway.id} has collected other tests"
         self.registered_collections = dict([whole, *others])  # the first are the tests that are run
+        by_size = sorted(self.assigned_work.items(), key=lambda each: -len(self.registered_collections[each[0]]))
+        self.assigned_work = dict(by_size)  # of workers beyond the scopes, xdist shuts down those at the end
         return True
 
     def remove_node(self, node):
