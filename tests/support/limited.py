@@ -16,13 +16,15 @@ except OSError as error:
     print(error.errno)
 """
 SCAN = """
-import resource, sys
+import sys
 from pathlib import Path
+sys.path[:0] = {path!r}
 from slurmgpu.inputs import scan
+from tests.support.shard_files import peak_memory_bytes
 import pyarrow.parquet
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_memory_bytes()
 scan([Path(sys.argv[1])], Path(sys.argv[2]), stride=16)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+print((peak_memory_bytes() - before) >> 20)
 """
 
 
@@ -36,5 +38,6 @@ def check_cannot_grow(limit, before, call):
 
 def memory_of_scan(path, index):
     """The MiB that planning an input of one file takes."""
-    done = subprocess.run([sys.executable, "-c", SCAN, path, index], capture_output=True, text=True, check=True)
+    code = SCAN.format(path=sys.path)
+    done = subprocess.run([sys.executable, "-c", code, path, index], capture_output=True, text=True, check=True)
     return int(done.stdout)
