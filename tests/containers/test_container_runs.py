@@ -436,7 +436,9 @@ def test_nodes_that_all_lack_the_same_are_not_taken_out(project, slurmgpu, appta
     # Each task has more than half of a node's CPUs, so that there is one on each.
     table = apptainer.table(binds=[*apptainer.binds, str(missing)])
     folder = project(40, container=table, slurm={"cpus-per-task": 9})
-    cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "both nodes to be free")
+    cluster.wait_until(
+        lambda: not cluster.run("squeue", "-h", "-t", "running,completing,suspended"), "both nodes to be free"
+    )
     slurmgpu(*SLURM, "--gpus", "2", cwd=folder, expect=3)
     assert {attempt["bad_node"] for attempt in report(folder)["attempts"]} == {"gpu1", "gpu2"}
     missing.mkdir()

@@ -58,7 +58,7 @@ def test_the_bytes_of_a_file_reach_the_disk_before_its_name_does(tmp_path, steps
     n_open = len(os.listdir("/proc/self/fd"))
     write_bytes(tmp_path / "run.json", b"{}")
     assert steps == ["2 bytes", "named run.json", "folder"]
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert len(os.listdir("/proc/self/fd")) <= n_open
     steps.clear()
     write_bytes(tmp_path / "progress.json", b"{}", durable=False)  # it may be lost if the machine fails
     assert steps == ["named progress.json"]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +40,11 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(live_tasks, "patience", lambda lease_s: 0.4)
     live_tasks._OBSERVERS.clear()
     return run
+
+
+def while_waiting(monkeypatch, module, sleep):
+    """Let this module sleep so; `time` itself is also that of the process's other threads."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
 
 
 def beat(run, number, **changes):
@@ -121,9 +127,7 @@ def test_a_task_elsewhere_that_beats_is_alive_and_one_that_is_silent_is_not(run,
     monkeypatch.setattr(live_tasks, "patience", lambda lease_s: 0.4)
     wait_until(lambda: live_tasks.alive(run) is None, "its silence")
     with monkeypatch.context() as waiting:
-        waiting.setattr(
-            live_tasks.time, "sleep", lambda seconds: pytest.fail("who was silent for long is watched again")
-        )
+        while_waiting(waiting, live_tasks, lambda seconds: pytest.fail("who was silent for long is watched again"))
         assert live_tasks.alive(run) is None
     live_tasks.forget_dead_tasks(run)
     assert not (run.tasks / "7_0.0.alive").exists()
@@ -131,7 +135,7 @@ def test_a_task_elsewhere_that_beats_is_alive_and_one_that_is_silent_is_not(run,
 
 def test_a_merge_job_waits_until_a_task_of_another_job_is_known_to_be_silent(run, monkeypatch):
     monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
-    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: beat(run, 2))
+    while_waiting(monkeypatch, live_tasks, lambda seconds: beat(run, 2))
     beat(run, 1)
     assert live_tasks.others_alive(run, "7") is None  # its own array has ended, as Slurm knows
     assert live_tasks.others_alive(run, "8").startswith("task 7_0.0 of bob on ")
@@ -335,12 +339,14 @@ def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes
 
 def test_the_end_of_what_was_cancelled_is_waited_for_but_nothing_else_is(run, monkeypatch, caplog):
     """`slurmgpu cancel` returns at once, and tasks then have 20 s to give their shards back."""
-    queued_on(run, monkeypatch, cluster="here", uid=os.getuid())
     looks = ["Slurm has 2 of its jobs, such as 7_0 (COMPLETING)"] * 3
     monkeypatch.setattr(live_tasks, "alive", lambda run: looks[0] if looks else None)
-    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: looks.pop())
-    with pytest.raises(SlurmGPUError, match=r"still running: Slurm has 2 of its jobs, such as 7_0 \(COMPLETING\)"):
-        live_tasks.refuse_alive(run, "resubmit")
+    while_waiting(monkeypatch, live_tasks, lambda seconds: looks.pop())
+    for by_itself in (True, False):  # every submission has ended, by itself; one is queued
+        if not by_itself:
+            queued_on(run, monkeypatch, cluster="here", uid=os.getuid())
+        with pytest.raises(SlurmGPUError, match=r"still running: Slurm has 2 of its jobs, such as 7_0 \(COMPLETING\)"):
+            live_tasks.refuse_alive(run, "resubmit")
     run.record_submission({"submission": 2, "cancelled": True})
     assert live_tasks.refuse_alive(run, "resubmit", force=True)
     assert len(looks) == 3
@@ -348,7 +354,7 @@ def test_the_end_of_what_was_cancelled_is_waited_for_but_nothing_else_is(run, mo
     assert "waiting up to 60 s for the end of the cancelled jobs: Slurm has 2 of its jobs" in caplog.text
     looks = ["a task that does not end"]
     monkeypatch.setattr(live_tasks, "ENDING_S", 0.1)
-    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: None)
+    while_waiting(monkeypatch, live_tasks, lambda seconds: None)
     with pytest.raises(SlurmGPUError, match="still running: a task that does not end"):
         live_tasks.refuse_alive(run, "resubmit")
 
@@ -358,10 +364,10 @@ def test_where_processes_are_hidden_a_lease_that_is_renewed_is_a_sign_of_life(ru
     run.record_submission({**run.submissions()[0], **ELSEWHERE, "submission": 2, "state": "running", "pids": [1]})
     claim = Claim("7_0", "7_0.0", "gpu1", 1)
     assert run.claims.take(3, claim)
-    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: run.claims.renew(3, claim))
+    while_waiting(monkeypatch, live_tasks, lambda seconds: run.claims.renew(3, claim))
     assert live_tasks.alive(run) == "tasks renew their leases"
     run.claims.park(3, claim)
-    monkeypatch.setattr(live_tasks.time, "sleep", lambda seconds: pytest.fail("nobody is waited for"))
+    while_waiting(monkeypatch, live_tasks, lambda seconds: pytest.fail("nobody is waited for"))
     assert live_tasks.alive(run) is None
 
 
@@ -397,7 +403,7 @@ def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monke
 
 
 def test_a_merge_asks_again_if_a_task_or_a_submission_came_while_it_asked(run, monkeypatch):
-    monkeypatch.setattr(submission.time, "sleep", lambda seconds: None)
+    while_waiting(monkeypatch, submission, lambda seconds: None)
     first, seen, lives = run.submissions()[0], [], [None, "a task is alive", "a task is alive", None]
 
     def asks():

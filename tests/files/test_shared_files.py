@@ -85,7 +85,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path, what):
     with pytest.raises(UnusableFileError, match=what) as refused:
         open_regular(tmp_path / "x")
     assert refused.value.filename == str(tmp_path / "x")
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert len(os.listdir("/proc/self/fd")) <= n_open
 
 
 def test_a_device_is_refused():

@@ -79,8 +79,8 @@ def test_only_a_submission_of_which_nothing_is_queued_is_recorded_as_refused(run
 def clock(monkeypatch):
     """A clock that only sleeping moves; the pauses."""
     pauses, begin = [], time.monotonic()
-    monkeypatch.setattr(submission.time, "sleep", pauses.append)
-    monkeypatch.setattr(submission.time, "monotonic", lambda: begin + sum(pauses))
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: begin + sum(pauses))
+    monkeypatch.setattr(submission, "time", clock)  # `time` itself is also that of the process's other threads
     return pauses
 
 

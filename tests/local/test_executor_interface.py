@@ -10,6 +10,7 @@ import pytest
 
 from slurmgpu.api import RunHandle
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import accounting_of, executor_named
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run
@@ -162,7 +163,7 @@ def with_spool(folder):
     return folder
 
 
-def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
+def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site, monkeypatch):
     folder = project(40, held_from=16)
     slurmgpu(*SUBMIT, cwd=folder, expect=0)
     [line] = submissions(folder)
@@ -174,6 +175,7 @@ def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
     assert f"cancelled: spool job {line['spool_job']}. To go on: slurmgpu resubmit" in done
     let_go(folder)
     run = RunHandle(Run.open(folder / "run"))
+    monkeypatch.setattr(live_tasks, "ENDING_S", 250.0)
     again = run.resubmit()  # at once: it waits for the end of what was cancelled
     assert again.outcome.submission.executor == "spool"
     assert again.wait()["complete"]

@@ -19,7 +19,7 @@ def limited(cluster):
         yield
     finally:
         cluster.run("scancel", "--user=root")
-        cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "an empty queue")
+        cluster.wait_until(lambda: not cluster.run("squeue", "-h", "--user=root"), "their end")
         cluster.run("scontrol", "delete", "PartitionName=brief")
         cluster.run("sacctmgr", "-i", "modify", "user", "root", "set", "qos-=tight")
         cluster.run("sacctmgr", "-i", "delete", "qos", "tight")

@@ -200,8 +200,8 @@ def test_cancel_resubmit_and_another_array_by_hand_go_on_with_such_a_run(project
     assert "still running" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
     done = slurmgpu("cancel", "run", cwd=folder, expect=0)
     assert f"Slurm jobs {array}, {merge}" in done.stdout
-    slurmgpu("resubmit", "run", "--dry-run", cwd=folder, expect=0)  # waits for the tasks, which give back their shards
-    assert not queued_of([array])
+    wait_for_end(array)
+    slurmgpu("resubmit", "run", "--dry-run", cwd=folder, expect=0)
     assert submissions(folder)[0]["cancelled"]
 
     again = sbatch(folder, SCRIPTS / "array.sbatch", folder / "run")  # a plain job, that names the run in full

@@ -278,6 +278,7 @@ def test_a_run_whose_worker_is_killed_has_the_rows_that_another_process_has(monk
         found = merged.rows()
     assert len(found) == len(expected)
     for row, wanted in zip(found, expected, strict=True):
+        assert set(row) == {"index", *wanted}
         for name, value in wanted.items():
             np.testing.assert_array_equal(row[name], value)
 
