@@ -59,14 +59,14 @@ def learn_types(draft: Draft) -> dict[str, str | None]:
         known = found.get(name, "")
         if known is None or ("[" in known and "[" in (kind or "")):
             found[name] = _for_both(name, known, kind)
-    # None is NaN in a column of floats; one of text, integers or booleans has no None.
+    # None is NaN in a column of floats or complex numbers; one of text, integers or booleans has no None.
     rows = [*seen.first, *([seen.last] if seen.last else [])]
     has_none = {name for name in found if any(row.get(name, "") is None for row in rows)}
     return {name: "json" if name in has_none and _has_no_none(kind) else kind for name, kind in found.items()}
 
 
 def _has_no_none(kind: str | None) -> bool:
-    return kind is not None and "[" not in kind and not kind.startswith("float")
+    return kind is not None and "[" not in kind and not kind.startswith(("float", "complex"))
 
 
 def _seen(run: Run, n_first: int) -> _Seen:

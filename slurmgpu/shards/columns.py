@@ -198,14 +198,23 @@ class Text(Column, kind="text"):
 READ_AT_ONCE = 1024
 """Rows of JSON that are decoded together: one by one, two million numbers take six times as long."""
 
-_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+def _plain(value: Any) -> Any:
+    """The Python value of a number or boolean of NumPy, or of a tensor; TypeError or ValueError for all else."""
+    if getattr(value, "ndim", None) == 0:
+        return as_array(value).item()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
 
 
 @dataclass(frozen=True)
 class Json(Text, kind="json"):
     """A column of JSON values: lists and mappings of text, numbers, booleans and None.
 
-    Values are stored as JSON text. Reading returns what `json.loads` returns: lists for tuples, and string keys.
+    Values are stored as JSON text. Reading returns what `json.loads` returns: lists for tuples, string keys, and
+    Python's numbers for NumPy's.
     """
 
     typed_by_values = True

@@ -3,6 +3,7 @@
 import csv
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +63,29 @@ def test_what_json_has_no_words_for_is_the_items_error(value):
 def test_keys_that_json_makes_one_are_the_items_error(value, keys):
     with pytest.raises(ValueError, match=f"column 'told': found .* the keys {keys} of a dict are the same key in JSON"):
         convert(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.int64(3), "3"),
+        (np.bool_(True), "true"),
+        (np.float32(0.5), "0.5"),
+        (np.array(7, "uint8"), "7"),
+        ({"a": [np.int64(-1), (np.bool_(False), None)]}, '{"a":[-1,[false,null]]}'),
+    ],
+)
+def test_numbers_of_numpy_are_those_of_json(value, text):
+    assert convert(value) == text.encode()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.complex64(1), np.float32("nan"), np.longdouble(1), np.datetime64("2026-01-01"), np.bytes_(b"x"), np.ones(2)],
+)
+def test_what_json_has_no_words_for_is_none_from_numpy_either(value):
+    with pytest.raises(ValueError, match=r"column 'told': found .* that JSON cannot hold"):
+        convert([value])
 
 
 def nested(levels, inner=1):

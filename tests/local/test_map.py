@@ -338,6 +338,26 @@ def test_a_bad_item_of_the_first_batch_keeps_no_column_from_being_learnt():
         slurmgpu.map(lengths, ["", "", "c"], batch_size=2, **IN_PROCESS)
 
 
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        ([np.int64(1), np.int64(2), np.int64(3), None], [1, 2, 3, None]),
+        ([None, np.bool_(True), np.bool_(False)], [None, True, False]),
+    ],
+)
+def test_numbers_of_numpy_among_none_are_kept(found, kept):
+    run = slurmgpu.map(lambda items: [found[item] for item in items], [*range(len(found))], batch_size=4, **IN_PROCESS)
+    assert [(error, row["result"]) for _, error, row in values(run)] == [(None, value) for value in kept]
+
+
+def test_none_among_complex_numbers_is_nan():
+    found = [1 + 2j, None, 2j]
+    run = slurmgpu.map(lambda items: [found[item] for item in items], [0, 1, 2], batch_size=3, **IN_PROCESS)
+    with slurmgpu.open(run.run.merged) as merged:
+        assert (merged["result"].dtype, merged.errors) == (np.complex128, {})
+        np.testing.assert_equal(merged["result"][:], np.array([1 + 2j, np.nan, 2j]))
+
+
 def test_failed_items_are_computed_by_a_corrected_function(capsys, caplog):
     def half(item, known):
         return known["ten"] / item

@@ -30,8 +30,8 @@ class Function:
     the function's second argument. With `pickled`, the functions are in the run directory, in a pickle with that digest
     from that version of Python. Functions given at a resubmission replace them. `columns` has a type for each column,
     or its description in run.json. With `batched` the function takes a list of items, and returns a list or columns.
-    With `learn` the rows are the types of their columns. None in a column of floats is NaN, as in pandas. `argv` is the
-    command line for modules that parse one when they are imported.
+    With `learn` the rows are the types of their columns. None in a column of floats or complex numbers is NaN, as in
+    pandas. `argv` is the command line for modules that parse one when they are imported.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Function:
         argv: list[str] | None = None,
     ) -> None:
         self.columns: Mapping[str, Column] = {"types": Json()} if learn else columns_of_types(columns or {}, "function")
-        self._floats = [name for name, column in self.columns.items() if _is_float(column)]
+        self._with_nan = [name for name, column in self.columns.items() if _has_nan(column)]
         self.takes_one = not batched
         self._names, self._learns = (function, load), learn
         self._pickled = cast(Pickled | None, pickled)
@@ -128,7 +128,7 @@ class Function:
             return value  # the item's error
         row = as_row(value)
         if not self._learns:
-            missing = [name for name in self._floats if name in row and row[name] is None]
+            missing = [name for name in self._with_nan if name in row and row[name] is None]
             return {**row, **dict.fromkeys(missing, math.nan)} if missing else row
         try:
             return {"types": types_of_rows([row])}
@@ -136,8 +136,8 @@ class Function:
             return ItemError(str(error))
 
 
-def _is_float(column: Column) -> bool:
-    return isinstance(column, Array) and not column.shape and column.dtype.kind == "f"
+def _has_nan(column: Column) -> bool:
+    return isinstance(column, Array) and not column.shape and column.dtype.kind in "fc"
 
 
 def as_row(value: Any) -> Row:
