@@ -585,6 +585,17 @@ def test_embeddings_are_those_of_sentence_transformers(minilm):
     np.testing.assert_allclose(vectors(minilm, *texts), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["t5", "mt5"])
+def test_a_t5_saved_without_its_decoder_has_the_same_vectors(tmp_path, family):
+    from transformers import AutoModelForTextEncoding
+
+    model, texts = save_encoder(tmp_path, family), ["a cat", "the dog sat on the mat"]
+    expected = vectors(loaded(model=model, dtype="float32"), *texts)
+    AutoModelForTextEncoding.from_pretrained(model).save_pretrained(model)
+    assert json.loads((tmp_path / "config.json").read_text())["is_encoder_decoder"] is False
+    np.testing.assert_array_equal(vectors(loaded(model=model, dtype="float32"), *texts), expected)
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("family", ["t5", "mt5"])
 def test_embeddings_of_a_t5_are_its_encoders_as_from_sentence_transformers(tmp_path, family):
@@ -592,10 +603,12 @@ def test_embeddings_of_a_t5_are_its_encoders_as_from_sentence_transformers(tmp_p
 
     model = save_encoder(tmp_path, family)
     texts = ["a cat", "", "the dog sat on the mat"]
-    expected = SentenceTransformer(model, device="cpu").encode(texts)
-    np.testing.assert_allclose(
-        vectors(loaded(model=model, normalize=False, dtype="float32"), *texts), expected, atol=1e-5
-    )
+    theirs = SentenceTransformer(model, device="cpu")
+    expected = theirs.encode(texts)
+    theirs.save(str(tmp_path / "saved"))  # without the decoder
+    for each in (model, str(tmp_path / "saved")):
+        found = vectors(loaded(model=each, normalize=False, dtype="float32"), *texts)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.model

@@ -159,8 +159,9 @@ class Embed:
         arguments = {"pretrained_model_name_or_path": self._source, **self._options}
         config: Any = AutoConfig.from_pretrained(**arguments)
         arguments |= {"config": config, "dtype": precision}
-        # As sentence-transformers does: of T5 and its kin the encoder alone.
-        is_two = config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+        # As sentence-transformers does: of T5 and its kin the encoder alone. A checkpoint that was saved without the
+        # decoder has is_encoder_decoder = false, so the kind of model says it.
+        is_two = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING and type(config)().is_encoder_decoder
         model, report = from_pretrained(arguments, AutoModelForTextEncoding if is_two else AutoModel)
         # A pooler makes no difference to the hidden states, and many encoders are saved without one.
         check_whole(model, report, self._source, "vectors of random weights would mean nothing", unused="pooler")
