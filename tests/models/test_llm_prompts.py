@@ -324,7 +324,7 @@ def test_an_interval_of_wins_that_counts_ties_as_halves_covers_the_win_rate():
         "parsed_win_rate": 0.5,
         "parsed_win_rate_interval": metrics.wilson_interval(1.5, 3),
     }
-    assert metrics.win_rate(7.0, 3)["win_rate_interval"] is None  # values of a rubric that are no shares
+    assert metrics.win_rate(2.0, 3, are_shares=False) == {"win_rate": 2 / 3, "win_rate_interval": None}
     assert metrics.win_rate(0.0, 0) == {"win_rate": None, "win_rate_interval": None}
 
 

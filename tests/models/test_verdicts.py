@@ -229,3 +229,18 @@ def test_a_rubric_for_two_texts_measures_a_win_rate_unless_it_says_otherwise():
     assert read_rubric({**pairwise, "swap": ["text_a", "text_b"]}).measure == "win_rate"
     assert read_rubric({**pairwise, "swap": ["text_a", "text_b"], "measure": "mean"}).measure == "mean"
     assert read_rubric(pairwise).measure == "mean"
+
+
+@pytest.mark.parametrize(("a", "tie", "b"), [(1, 0, -1), (5, 3, 1)])
+def test_values_beyond_0_and_1_make_no_win_rate_with_an_interval(a, tie, b):
+    """Of 1 and -1 the mean may lie between 0 and 1, and is still no share."""
+    table = read_rubric("pairwise").to_json() | {"values": {"a": a, "tie": tie, "b": b}}
+    assert table.pop("measure") == "win_rate"
+    rows = Rows([("a", "a")] * 6 + [("b", "b")] * 4)
+    rows.columns["score"] = np.array([a] * 6 + [b] * 4, float)
+    mean = pytest.approx(0.6 * a + 0.4 * b)
+    summary = summarize(rows, read_rubric(table), 9, with_truth=False)
+    assert (summary["mean_score"], "win_rate" in summary) == (mean, False)
+    summary = summarize(rows, read_rubric({**table, "measure": "win_rate"}), 9, with_truth=False)
+    assert (summary["win_rate"], summary["parsed_win_rate"]) == (mean, mean)
+    assert (summary["win_rate_interval"], summary["parsed_win_rate_interval"]) == (None, None)

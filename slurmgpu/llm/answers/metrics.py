@@ -44,10 +44,12 @@ def accuracy(n_right: int, n: int, of: str = "") -> dict[str, Any]:
     return {f"{of}accuracy": ratio(n_right, n), f"{of}accuracy_interval": wilson_interval(n_right, n)}
 
 
-def win_rate(won: float, n: int, of: str = "") -> dict[str, Any]:
-    """The share of wins and its interval, for JSON; the names begin with `of`."""
-    # Values of a rubric that are not between loss and win are no shares.
-    interval = wilson_interval(won, n) if 0 <= won <= n else None
+def win_rate(won: float, n: int, of: str = "", *, are_shares: bool = True) -> dict[str, Any]:
+    """The share of wins and its interval, for JSON; the names begin with `of`.
+
+    The interval is None unless the summed values `are_shares`, between loss (0) and win (1).
+    """
+    interval = wilson_interval(won, n) if are_shares else None
     return {f"{of}win_rate": ratio(won, n), f"{of}win_rate_interval": interval}
 
 

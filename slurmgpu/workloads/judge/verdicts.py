@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.llm.answers.metrics import accuracy, cohen_kappa, count_matrix, ratio, win_rate
-from slurmgpu.workloads.judge.rubrics import Rubric
+from slurmgpu.workloads.judge.rubrics import Rubric, are_shares
 from slurmgpu.workloads.language_model import ends_summary, good_blocks, good_values, n_truncated
 from slurmgpu.workloads.samples import flat
 
@@ -40,7 +40,9 @@ def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bo
         summary |= {"n_right": n_right, **accuracy(n_right, n), **accuracy(n_right, n_parsed, "parsed_")}
     elif rubric.measure == "win_rate":
         won = sum(count * rubric.values[name] for name, count in verdicts.items())
-        summary |= {**win_rate(won, n), **win_rate(won, n_parsed, "parsed_")}
+        shares = are_shares(rubric.values.values())
+        summary |= win_rate(won, n, are_shares=shares)
+        summary |= win_rate(won, n_parsed, "parsed_", are_shares=shares)
     else:
         mean = ratio(_sum_of_scores(merged), n_parsed)
         square = ratio(_sum_of_scores(merged, power=2), n_parsed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -79,6 +79,11 @@ class Reader:
             named = map(self._labels.exactly, reversed(search_all(self._pattern, text)))
             found = next((label for label in named if label is not None), None)
         return None if found is None else self._names[found]
+
+
+def are_shares(values: Iterable[float]) -> bool:
+    """Whether all values of verdicts lie between those of a loss and a win, so that their mean is a win rate."""
+    return all(0 <= value <= 1 for value in values)
 
 
 def check_choices(choices: Sequence[str], reader: Reader, rubric: Rubric) -> None:
@@ -161,7 +166,7 @@ def _checked(table: Mapping[str, Any], owner: str) -> Rubric:
     values = {name: _value(name, table.get("values", {}), owner) for name in verdicts}
     _check_names(owner, verdicts, table)
     swap = tuple(table.get("swap", ()))
-    measure = {"measure": "win_rate" if swap else "mean"}
+    measure = {"measure": "win_rate" if swap and are_shares(values.values()) else "mean"}
     rubric = Rubric(**{**measure, **table, "verdicts": verdicts, "values": values, "swap": swap})
     _check_texts(rubric, owner)
     return rubric
