@@ -127,6 +127,28 @@ def test_a_turn_of_the_assistant_that_goes_on_is_as_the_template_writes_it(tmp_p
     assert made.reasoning_of(encoded) is None
 
 
+HEADED = (
+    "{% for m in messages %}{{ m.role + '\n' + m.content.split('</think>') | last | trim + '=' }}{% endfor %}"
+    "{{ 'assistant\n' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_of_a_turn_of_the_assistant_without_text_the_model_writes_all(tmp_path, blank):
+    made, _ = codec(tmp_path, added=("<think>", "</think>"), template=HEADED)
+    messages = ({"role": "user", "content": "2"}, {"role": "assistant", "content": blank})
+    found = made.render(Prompt(messages=messages, continues=True))
+    assert found == made.render(Prompt(messages=messages[:1]), answers_at_once=True)
+    assert found[0].startswith("user\n2=assistant\n")
+
+
+def test_a_turn_of_the_assistant_that_its_template_shortens_is_refused(tmp_path):
+    made, _ = codec(tmp_path, template=HEADED)
+    messages = ({"role": "user", "content": "2"}, {"role": "assistant", "content": "<think>hm</think>so"})
+    with pytest.raises(PromptError, match="the chat template rejects the messages: continue_final_message is set"):
+        made.render(Prompt(messages=messages, continues=True))
+
+
 def test_an_answer_behind_an_earlier_turn_of_the_assistant_is_in_the_prompt(tmp_path):
     made, _ = codec(tmp_path, template=SPACED)
     messages = ({"role": "user", "content": "2"}, {"role": "assistant", "content": "so"})

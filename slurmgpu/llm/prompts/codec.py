@@ -258,7 +258,8 @@ class Codec:
         """The prompt as one text with marks, and whether it is whole, that is, has a template's special tokens.
 
         With `answers_at_once`, or if the answer's beginning is given, the model answers without reasoning. A turn of
-        the assistant that the model continues is as the template writes it, which may put a blank before it.
+        the assistant that the model continues is as the template writes it, which may put a blank before it. Without
+        text in that turn the model answers, without reasoning.
         """
         cut = self._quotes.cut
         if not prompt.messages and not self._chat:
@@ -268,7 +269,10 @@ class Codec:
         cut_messages: list[Mapping[str, Any]] = [{**each, "content": cut(each["content"])} for each in prompt.turns]
         if prompt.images:
             _add_images(cut_messages, len(prompt.images), behind_examples=not prompt.messages)
-        if prompt.continues:
+        if prompt.continues and not prompt.messages[-1]["content"].strip():
+            # A template that trims would write the turn's header without its end.
+            cut_messages, answers_at_once = cut_messages[:-1], True
+        elif prompt.continues:
             return self._chat_text(cut_messages, continue_final_message=True), True
         text = self._chat_text(cut_messages, add_generation_prompt=True)
         if prompt.answer or answers_at_once:
