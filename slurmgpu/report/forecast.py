@@ -144,9 +144,15 @@ def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: boo
     asked = (plan, submission, seen, walltime_s)
     # A shard's last batch may be smaller; at worst it takes as long as the others.
     share, whole = plan.shard_items / plan.batch_size, math.ceil(plan.shard_items / plan.batch_size)
+    n_full, n_left = divmod(plan.n_items, plan.shard_items)
+    n_fewest, n_most = math.ceil(plan.n_items / plan.batch_size), n_full * whole + math.ceil(n_left / plan.batch_size)
     slack_s = (max(seen["batch_s"]) - mean) * whole
     slowly = SLOW_START if submission.n_concurrent == 1 else SLOW_START_TOGETHER
-    paces = ((low, share, QUICK_START, 0.0), (mean, share, 1.0, 0.0), (high, whole, slowly, slack_s))
+    paces = (
+        (low, share, n_fewest, QUICK_START, 0.0),
+        (mean, share, n_fewest, 1.0, 0.0),
+        (high, whole, n_most, slowly, slack_s),
+    )
     times = [forecast_of(*asked, *pace, resumes=resumes) for pace in paces]
 
     def spread(name: str) -> Spread:
@@ -199,6 +205,7 @@ def forecast_of(
     walltime_s: float | None,
     batch_s: float,
     shard_batches: float,
+    n_batches: int,
     starting: float = 1.0,
     slack_s: float = 0.0,
     *,
@@ -206,11 +213,10 @@ def forecast_of(
 ) -> Times:
     """The times of a run if each batch takes `batch_s` and all requested tasks run at once.
 
-    A shard takes as long as `shard_batches` batches. The start takes `starting` times as long as in the probe, and the
-    last shard takes `slack_s` longer than others.
+    A shard takes as long as `shard_batches` batches, and all shards together as long as `n_batches`. The start takes
+    `starting` times as long as in the probe, and the last shard takes `slack_s` longer than others.
     """
     shard_s = shard_batches * batch_s + seen["between_s"]
-    n_batches = max(-(-plan.n_items // plan.batch_size), plan.n_items / plan.shard_items * shard_batches)
     work_s = n_batches * batch_s + plan.n_shards * seen["between_s"]
     n_parts = plan.most_tasks(plan.n_shards)
     n_slots = min(submission.n_concurrent, n_parts)

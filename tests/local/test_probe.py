@@ -109,6 +109,14 @@ def test_a_last_batch_that_is_smaller_may_take_as_long_as_the_others():
     assert found["gpu_hours"]["high"] == pytest.approx(210 / 3600, abs=1e-4)
 
 
+def test_the_last_batch_of_a_shard_with_fewer_items_may_take_as_long_as_the_others():
+    plan = replace(Pretended(n_shards=2).plan(), n_items=110, shard_items=100, batch_size=40)
+    asked = Submission(1, "slurm", "auto", 1, 1, 1)
+    found = forecast(plan, asked, observed(start_s=0.0, first_s=0.0, between_s=0.0), resumes=False)
+    assert found["run_s"] == {"low": 3 * 9.5, "expected": 30.0, "high": 4 * 10.5}
+    assert found["gpu_hours"]["high"] == pytest.approx(42 / 3600, abs=1e-4)
+
+
 def test_a_forecast_says_that_tasks_share_gpus_which_count_whole():
     said = "tasks share GPUs, and each counts as if it had one of its own"
     assert [said in foretold(observed(), gres=gres)["assumptions"] for gres in ("shard:2", "gpu:2")] == [True, False]
