@@ -164,9 +164,7 @@ def merge_by_hand(run: Run, *, force: bool = False) -> Report:
 
     def ask() -> Accounting | None:
         if not force:
-            refuse_alive(
-                run, "merge", force=False
-            )  # waits for tasks that were cancelled, so that accounting knows their ends
+            refuse_alive(run, "merge")  # waits for cancelled tasks, so that accounting knows their ends
         return accounting_of(run)
 
     over = _locked_when_over(run, lambda: None, ask, patient=False)
