@@ -133,6 +133,13 @@ ENDING_S = 60.0
 """How long to wait for cancelled jobs: tasks have 20 s to give their shards back, then Slurm has its KillWait."""
 
 
+def wait_for_cancelled(run: Run) -> None:
+    """Wait up to ENDING_S for the end of what `slurmgpu cancel` ended, if nothing else of the run can be alive."""
+    with contextlib.suppress(NoAnswerError):  # `refuse_alive` tells it
+        if _is_cancelled(run) and (what := alive(run)):
+            _once_cancelled(run, what)
+
+
 def _is_cancelled(run: Run) -> bool:
     """Whether `slurmgpu cancel` ended every submission that has not ended by itself."""
     lines = [line for line in run.submissions() if line["state"] not in ENDS]

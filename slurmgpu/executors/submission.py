@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
 from slurmgpu.executors import on_end
 from slurmgpu.executors.interface import Executor, Started
-from slurmgpu.executors.live_tasks import alive, forget_dead_tasks, others_alive, refuse_alive
+from slurmgpu.executors.live_tasks import alive, forget_dead_tasks, others_alive, refuse_alive, wait_for_cancelled
 from slurmgpu.executors.registry import accounting_of, executor_named
 from slurmgpu.faults import parse_faults
 from slurmgpu.faults.injection import damage_shards
@@ -164,7 +164,7 @@ def merge_by_hand(run: Run, *, force: bool = False) -> Report:
 
     def ask() -> Accounting | None:
         if not force:
-            refuse_alive(run, "merge")  # waits for cancelled tasks, so that accounting knows their ends
+            wait_for_cancelled(run)  # so that accounting knows the ends of its tasks
         return accounting_of(run)
 
     over = _locked_when_over(run, lambda: None, ask, patient=False)

@@ -347,11 +347,15 @@ def test_the_end_of_what_was_cancelled_is_waited_for_but_nothing_else_is(run, mo
             queued_on(run, monkeypatch, cluster="here", uid=os.getuid())
         with pytest.raises(SlurmGPUError, match=r"still running: Slurm has 2 of its jobs, such as 7_0 \(COMPLETING\)"):
             live_tasks.refuse_alive(run, "resubmit")
+        live_tasks.wait_for_cancelled(run)
     run.record_submission({"submission": 2, "cancelled": True})
     assert live_tasks.refuse_alive(run, "resubmit", force=True)
     assert len(looks) == 3
     assert not live_tasks.refuse_alive(run, "resubmit")
     assert "waiting up to 60 s for the end of the cancelled jobs: Slurm has 2 of its jobs" in caplog.text
+    looks = ["Slurm has 2 of its jobs"] * 2
+    live_tasks.wait_for_cancelled(run)
+    assert not looks
     looks = ["a task that does not end"]
     monkeypatch.setattr(live_tasks, "ENDING_S", 0.1)
     while_waiting(monkeypatch, live_tasks, lambda seconds: None)

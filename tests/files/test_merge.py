@@ -1028,10 +1028,9 @@ def test_a_merge_by_hand_asks_accounting_once_cancelled_tasks_have_ended(run, mo
     """Before their ends, accounting does not know them."""
     publish_all(run)
     done = []
-    monkeypatch.setattr(submissions, "refuse_alive", lambda *_, force=False: done.append(f"alive, force={force}"))
+    monkeypatch.setattr(submissions, "wait_for_cancelled", lambda run: done.append("the end of the cancelled"))
     monkeypatch.setattr(submissions, "accounting_of", lambda run: done.append("accounting"))
     assert merge_by_hand(run)["complete"]
-    assert done == ["alive, force=False", "accounting", "alive, force=False"]  # the last one with the lock
-    del done[:]
+    assert done == ["the end of the cancelled", "accounting"]
     assert merge_by_hand(run, force=True)["complete"]
-    assert done == ["accounting", "alive, force=True"]
+    assert done[2:] == ["accounting"]
