@@ -1,5 +1,6 @@
 """Files that appear whole or not at all, and what is said when they cannot."""
 
+import contextlib
 import errno
 import os
 import re
@@ -15,6 +16,15 @@ from slurmgpu.util.shared_files import FULL
 from tests.support.access_lists import let_user_read
 from tests.support.runs import planned_run
 from tests.support.somebody import USER
+
+
+@contextlib.contextmanager
+def umasked(umask):
+    former = os.umask(umask)
+    try:
+        yield
+    finally:
+        os.umask(former)
 
 
 def half_of_it(path):
@@ -141,11 +151,8 @@ def test_a_full_disk_is_told_of_the_file_that_has_no_room(tmp_path, number):
 def test_a_file_of_a_mode_has_no_other_one_before(tmp_path, monkeypatch, mode):
     had, change = [], os.fchmod
     monkeypatch.setattr(os, "fchmod", lambda fd, to: (had.append(os.fstat(fd).st_mode & 0o777), change(fd, to)))
-    former = os.umask(0)
-    try:
+    with umasked(0):
         write_bytes(tmp_path / "private.json", b"{}", mode=mode)
-    finally:
-        os.umask(former)
     assert had == [mode]
     assert (tmp_path / "private.json").stat().st_mode & 0o777 == mode
 
@@ -157,12 +164,9 @@ def test_a_file_that_replaces_another_keeps_its_readers(tmp_path, former, umask,
     path = tmp_path / "file"
     path.touch()
     path.chmod(former)
-    before = os.umask(umask)
-    try:
+    with umasked(umask):
         write_bytes(path, b"new")
         write_bytes(tmp_path / "secret", b"", mode=0o600)
-    finally:
-        os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == found
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
 
@@ -173,11 +177,8 @@ def test_what_replaces_a_file_of_an_access_list_is_not_opened_to_the_group(tmp_p
     path.touch(0o600)
     let_user_read(path, USER.pw_uid)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    before = os.umask(0o077)
-    try:
+    with umasked(0o077):
         write_bytes(path, b"new")
-    finally:
-        os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
