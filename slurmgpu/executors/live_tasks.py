@@ -109,11 +109,14 @@ def forget_dead_tasks(run: Run) -> None:
     observer.forget([task for task in observer.look() if task.lives is False])
 
 
-def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> bool:
-    """Raise a SlurmGPUError if something of the run is or may be alive; with `force` only warn, and return True."""
+def refuse_alive(run: Run, to_do: str, *, force: bool = False, waits: bool = True) -> bool:
+    """Raise a SlurmGPUError if something of the run is or may be alive; with `force` only warn, and return True.
+
+    `waits`: the end of what was cancelled is waited for first, up to ENDING_S.
+    """
     try:
         what = alive(run)
-        if what and not force and _is_cancelled(run):
+        if what and waits and not force and _is_cancelled(run):
             what = _once_cancelled(run, what)
     except NoAnswerError as error:
         if not force:

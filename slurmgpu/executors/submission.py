@@ -169,7 +169,7 @@ def merge_by_hand(run: Run, *, force: bool = False) -> Report:
 
     over = _locked_when_over(run, lambda: None, ask, patient=False)
     with heeded(), over as (lock, accounting):
-        may_live = refuse_alive(run, "merge", force=force)
+        may_live = refuse_alive(run, "merge", force=force, waits=False)  # `ask` has waited, without the lock
         report, has_ended = _merge_and_end(run, accounting, lock, may_live=may_live)
     if has_ended:
         _tell_end(run, report)

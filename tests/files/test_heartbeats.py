@@ -363,6 +363,19 @@ def test_the_end_of_what_was_cancelled_is_waited_for_but_nothing_else_is(run, mo
         live_tasks.refuse_alive(run, "resubmit")
 
 
+def test_a_merge_by_hand_waits_once_for_what_was_cancelled_and_without_the_lock(run, monkeypatch):
+    queued_on(run, monkeypatch, cluster="here", uid=os.getuid())
+    run.record_submission({"submission": 2, "cancelled": True})
+    monkeypatch.setattr(live_tasks, "alive", lambda run: "a task that does not end")
+    monkeypatch.setattr(live_tasks, "ENDING_S", 0.1)
+    monkeypatch.setattr(submission, "accounting_of", lambda run: None)
+    locked = []
+    while_waiting(monkeypatch, live_tasks, lambda seconds: locked.append((run.folder / ".submitting").exists()))
+    with pytest.raises(SlurmGPUError, match="still running: a task that does not end"):
+        submission.merge_by_hand(run)
+    assert set(locked) == {False}
+
+
 def test_where_processes_are_hidden_a_lease_that_is_renewed_is_a_sign_of_life(run, monkeypatch):
     """Of a task whose heartbeat could not be written. A parked claim has no owner."""
     run.record_submission({**run.submissions()[0], **ELSEWHERE, "submission": 2, "state": "running", "pids": [1]})
