@@ -48,11 +48,19 @@ class History:
         )
 
     def record(
-        self, items: Sequence[int], *, isolated: bool, weight: float, error: str, is_sole: bool = True
+        self,
+        items: Sequence[int],
+        *,
+        isolated: bool,
+        weight: float,
+        error: str,
+        is_sole: bool = True,
+        is_sure: bool = False,
     ) -> int | None:
         """Count a death with `items` in flight; return the item that is quarantined by it, if any.
 
-        If other items were being prepared, the items are not `is_sole`, and none is blamed alone.
+        If other items were being prepared, the items are not `is_sole`, and none is blamed alone. `is_sure`: the items
+        caused the death, so a sole one is quarantined by its first.
         """
         first = items[0]
         if not isolated:
@@ -62,7 +70,7 @@ class History:
         alone = self.item_weights[first] = self.item_weights.get(first, 0.0) + weight
         # A batch of one adds no evidence to the item's own.
         batch = max(self.batch_weights.values(), default=0.0) if isolated else 0.0
-        if alone >= 1 and alone + min(batch, 1.0) >= 2:
+        if is_sure or (alone >= 1 and alone + min(batch, 1.0) >= 2):
             self.quarantined[first] = error
             return first
         return None

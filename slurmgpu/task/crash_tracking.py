@@ -91,7 +91,11 @@ class Deaths:
         shard, items, is_isolated = self._in_flight
         history = read_history(self._run.claims.folder, shard)
         error, is_sole = f"{kind}: {message}", self._ahead is None
-        guilty = history.record(items, isolated=is_isolated, weight=weight, error=error, is_sole=is_sole)
+        # The worker was not killed itself: it told that a process of these items was.
+        is_sure = POLICIES[kind].more_memory and self._broken is not None
+        guilty = history.record(
+            items, isolated=is_isolated, weight=weight, error=error, is_sole=is_sole, is_sure=is_sure
+        )
         self._suspect_ahead(weight, shard, history)
         if guilty is not None:
             self.forgive()

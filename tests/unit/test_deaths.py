@@ -131,6 +131,28 @@ def test_an_item_that_needs_more_host_memory_leaves_its_shard_to_a_submission_th
     assert deaths.parked == []
 
 
+@pytest.mark.parametrize("is_isolated", [False, True])
+def test_an_item_whose_own_process_was_killed_for_memory_is_called_once_in_a_submission(run, is_isolated):
+    assert run.claims.take(0, ME)
+    deaths, held = Deaths(run, 1), {0: run.claims.read(0)}
+    for n in range(2):
+        deaths.take_up(0, [5], is_isolated)
+        deaths.note_broken("the kernel killed a process of this job")
+        deaths.add_death(1, was_oom=True, held=held)
+        assert [*read_history(run.claims.folder, 0).quarantined] == [5] * n
+        assert deaths.parked == ["item 5 needs more host memory; its shard 0 was left"] * (1 - n)
+        deaths = Deaths(run, 2)
+
+
+def test_nothing_waits_for_memory_if_more_than_one_item_may_have_used_it(run):
+    deaths = Deaths(run, 1)
+    for items, ahead in (([4, 5], None), ([4], (0, 5))):
+        deaths.take_up(0, items, False, ahead)
+        deaths.note_broken("a process of the pool died")
+        deaths.add_death(1, was_oom=True, held={})
+    assert not deaths.parked
+
+
 def test_items_that_were_prepared_when_a_worker_died_are_suspected_as_those_that_were_computed(run):
     deaths = Deaths(run, 1)
     deaths.take_up(0, [4, 5, 6, 7], False, ahead=[0, 8])
