@@ -316,6 +316,10 @@ def merge_behind(run: Run, submission: int) -> int:
             f"{run.folder / 'submissions.jsonl'} has no submission {submission}, which this job should merge: its line "
             f"is damaged or was removed. To merge what is published: slurmgpu merge {run.typed}"
         )
+    if (
+        last["state"] == "ended"
+    ):  # then `slurmgpu cancel` takes this job for one that works, not one that tells of the end
+        run.record_submission({"submission": submission, "merges_again": True})
     goes_on = False
     over = _locked_when_over(run, lambda: others_alive(run, last.get("array_job")))
     with over as (lock, accounting), _naming_room(run):
@@ -347,7 +351,10 @@ def merge_behind(run: Run, submission: int) -> int:
         for line in run.submissions():
             # A complete run also ends submissions by hand that are still queued.
             if line["submission"] == last["submission"] or (report["complete"] and line["state"] == "queued"):
-                run.record_submission({"submission": line["submission"], "state": "ended"})
+                told: SubmissionLine = {"submission": line["submission"], "state": "ended"}
+                if "merges_again" in line:
+                    told["merges_again"] = False
+                run.record_submission(told)
         if not goes_on:  # also if Slurm refused the resubmission
             _tell_end(run, report, is_told=had_ended)
     return 0 if report["complete"] else 3

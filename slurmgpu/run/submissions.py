@@ -106,6 +106,7 @@ class SubmissionLine(_Number, Jobs, DirectoryId, total=False):
     array_name: str
     merge_name: str
     cancelled: bool
+    merges_again: bool
     copied: bool
     host: str
     boot: str

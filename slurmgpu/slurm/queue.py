@@ -185,7 +185,8 @@ def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None, *, and_requeued:
         lines = [line for line in lines if here is None or line.get("cluster", here) == here]
         over = ended_jobs(lines)
     names = {line[key]: _name_of(run, line, key) for line in lines for key in JOB_KEYS if key in line}
-    merges = {line.get("merge_job") for line in lines}
+    # A merge runs on behind the end that it records: it tells of the end, and sends to trackers.
+    telling = {line.get("merge_job") for line in lines if not line.get("merges_again")}
 
     def is_known(job: QueuedJob) -> bool:
         if job.array_job not in names:
@@ -196,8 +197,7 @@ def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None, *, and_requeued:
     def counts(job: QueuedJob) -> bool:
         if job.array_job not in over:
             return job.is_of(run) or is_known(job)
-        # A merge runs on behind the end that it records: it tells of the end, and sends to trackers.
-        return and_requeued and (job.array_job not in merges or job.state in _WAITING) and job.is_of(run)
+        return and_requeued and (job.array_job not in telling or job.state in _WAITING) and job.is_of(run)
 
     return [job for job in jobs if counts(job)]
 

@@ -268,6 +268,7 @@ resources = {gpus = 0, executor = "local"}
 """
 # Of a submission that is queued, refused, cancelled or made by hand.
 ON_SLURM_ONLY = {"array_name", "merge_name", "cluster", "array_job", "merge_job", "by_hand", "message", "cancelled"}
+ON_SLURM_ONLY |= {"merges_again"}
 
 
 @pytest.fixture(scope="module")

@@ -121,12 +121,22 @@ def test_a_run_that_is_submitted_again_automatically_is_told_of_once_at_its_end(
     assert (folder / "told.txt").read_text() == "complete\n" * 2
 
 
-def test_a_merge_job_that_slurm_runs_again_behind_its_end_tells_nobody_again(project, slurmgpu):
+def test_a_merge_job_that_slurm_runs_again_behind_its_end_tells_nobody_again(project, slurmgpu, monkeypatch):
     folder = project(8, on_end=TELL)
     slurmgpu(*DEBUG, cwd=folder, expect=0)
     run = Run.open(folder / "run")
     assert (folder / "told.txt").read_text() == "complete\n"
-    assert submission.merge_behind(run, 1) == 0
+    marks, merge = [], submission.merge.merge
+    with monkeypatch.context() as patch:
+
+        def watched(*given):
+            marks.append(run.last_submission()["merges_again"])
+            return merge(*given)
+
+        patch.setattr(submission.merge, "merge", watched)
+        patch.setattr(on_end, "track", lambda run: marks.append(run.last_submission()["merges_again"]))
+        assert submission.merge_behind(run, 1) == 0
+    assert marks == [True, False]  # until it tells of the end, `slurmgpu cancel` ends it
     assert (folder / "told.txt").read_text() == "complete\n"
     # One that was killed before it recorded the end tells.
     run.record_submission({**run.last_submission(), "state": "queued"})

@@ -789,6 +789,7 @@ def test_a_submission_that_has_ended_on_another_cluster_hides_no_job_here_with_i
         ({"array_job": "6", "merge_job": "7"}, "PENDING", True),
         ({"array_job": "6", "merge_job": "7"}, "REQUEUE_HOLD", True),
         ({"array_job": "6", "merge_job": "7"}, "RUNNING", False),  # it tells of the end
+        ({"array_job": "6", "merge_job": "7", "merges_again": True}, "RUNNING", True),
     ],
 )
 def test_a_job_that_was_requeued_after_the_end_is_cancelled(cancelling, tmp_path, told, state, stops):
