@@ -43,7 +43,15 @@ class Slurm(Executor):
     not_in_paths = "'\"\\"
 
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
-        """Refuse a machine without Slurm, and an environment that submits to another cluster."""
+        """Refuse a machine without Slurm, an environment that submits to another cluster, and options not in UTF-8."""
+        for name, value in [("gpu_type", submission.gpu_type), *submission.slurm.items(), *submission.merge.items()]:
+            try:
+                "\n".join(value if isinstance(value, list) else [str(value)]).encode()
+            except UnicodeEncodeError as error:
+                raise SlurmGPUError(
+                    f"{name} is {value!a}, which is not UTF-8, as sbatch's scripts are. It comes from the command "
+                    f"line, or from a variable such as SBATCH_ACCOUNT."
+                ) from error
         if submission.shares_gpus and submission.gpus_per_task != 1:
             raise SlurmGPUError(
                 f'gres = "{submission.slurm["gres"]}" gives each task a part of one GPU, but a task of this run asks '

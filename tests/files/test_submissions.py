@@ -6,6 +6,7 @@ import json
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.slurm import Slurm
 from slurmgpu.run import directory as module
 from slurmgpu.run.submissions import Submission, gres_names, shares_gpus
 from tests.support.runs import planned_run
@@ -101,3 +102,18 @@ def test_what_sbatch_is_given_is_what_was_asked_for():
 def test_a_gres_of_shards_alone_shares_gpus(gres, names, shares):
     assert gres_names({"gres": gres}) == names
     assert shares_gpus({"gres": gres}) is shares
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ({"slurm": {"account": "\udcff"}}, "account"),  # as the bytes of SBATCH_ACCOUNT may be
+        ({"slurm": {"setup": ["module load \udcff"]}}, "setup"),
+        ({"merge": {"mail_user": "\udcff"}}, "mail_user"),
+        ({"gpu_type": "\udcff"}, "gpu_type"),
+    ],
+)
+def test_options_that_are_not_utf_8_are_refused_before_a_script_is_written(told, name):
+    given = Submission(1, "slurm", "auto", n_tasks=1, n_concurrent=1, gpus_per_task=1, **told)
+    with pytest.raises(SlurmGPUError, match=rf"^{name} is .*\\udcff.*, which is not UTF-8"):
+        Slurm().check(given, None)
