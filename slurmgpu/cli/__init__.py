@@ -60,7 +60,7 @@ def main() -> None:
     except UnusableFileError as error:
         complain(f"{error.filename}: {error.strerror}. Remove it, or restore the file that was there.")
         sys.exit(EXIT_BAD_USAGE)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         if (advice := _advice(error)) is None:
             raise
         complain(advice)
@@ -80,10 +80,15 @@ def _flushing_stdout(app: Callable[[], object]) -> None:
         raise
 
 
-def _advice(error: OSError) -> str | None:
-    """What to do about an error of a file system; None if it is a bug."""
+def _advice(error: OSError | RuntimeError) -> str | None:
+    """What to do about an error of a file system, or a limit on processes; None if it is a bug."""
+    from slurmgpu.util.forks import TOO_MANY, is_of_limit
     from slurmgpu.util.shared_files import TRANSIENT
 
+    if is_of_limit(error):
+        return TOO_MANY
+    if not isinstance(error, OSError):
+        return None
     to_do = {**dict.fromkeys(TRANSIENT, AGAIN), **TO_DO}.get(error.errno or 0)
     if error.filename is None and error.errno == errno.EACCES:  # of a file that was open
         to_do = EXPIRED

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from slurmgpu.errors import GPUFaultError, NodeError, WorkloadError
 from slurmgpu.util.exceptions import message_of
+from slurmgpu.util.forks import TOO_MANY, is_of_limit
 from slurmgpu.util.out_of_memory import is_out_of_gpu_memory, is_out_of_host_memory
 from slurmgpu.util.shared_files import FULL, is_transient
 from slurmgpu.util.signals import name_of_signal, signal_of
@@ -17,8 +18,8 @@ from slurmgpu.util.signals import name_of_signal, signal_of
 log = logging.getLogger(__name__)
 
 
-EXIT_FILE_SYSTEM = 74  # EX_IOERR of sysexits.h
-"""The exit code of a task whose node lost the file system, so that it may be unable to write its record."""
+EXIT_DISK_FULL, EXIT_FILE_SYSTEM = 73, 74  # EX_CANTCREAT and EX_IOERR of sysexits.h
+"""The exit codes of a task that finds the disk full, or lost the file system: it may be unable to write its record."""
 
 Sees = Callable[[BaseException], bool]
 
@@ -74,8 +75,7 @@ def _is_full(error: BaseException) -> bool:
 
 
 def _is_of_file_system(error: BaseException) -> bool:
-    is_of_process = isinstance(error, BlockingIOError) and error.filename is None  # which could not be started
-    return is_transient(error) and not is_of_process
+    return is_transient(error) and not is_of_limit(error)
 
 
 def _is_gpu_fault(error: BaseException) -> bool:
@@ -163,7 +163,14 @@ POLICIES: dict[str, Policy] = {
         rest=LOADING,
     ),
     "input_error": Policy("the input cannot be read as it was planned", False, rest=INPUT),
-    "disk_full": Policy("a file could not be written", False, ends_task=True, seen={FILES: _is_full}),
+    "disk_full": Policy(
+        "a file could not be written",
+        False,
+        ends_task=True,
+        seen={FILES: _is_full},
+        exit_code=EXIT_DISK_FULL,
+        says="has no room for a file",
+    ),
     "cancelled": Policy(
         "scancel, slurmgpu cancel or Ctrl-C", False, on_purpose=True, is_stop=True, states=("CANCELLED", "REVOKED")
     ),
@@ -203,7 +210,12 @@ def blaming(node: str) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        if is_of_limit(error):
+            log.error("crash: %s: %s", node, TOO_MANY)
+            raise SystemExit(1) from error
+        if not isinstance(error, OSError):
+            raise
         policy = POLICIES[name := class_of(error, FILES)]
         if policy.exit_code is None:
             raise

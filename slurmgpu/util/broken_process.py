@@ -9,13 +9,12 @@ import threading
 from concurrent.futures import BrokenExecutor
 
 from slurmgpu.util.exceptions import message_of
+from slurmgpu.util.forks import NO_THREADS
 
 NO_HANDLE = "_STATUS_NOT_INITIALIZED"
 """In messages of cuBLAS, cuDNN and cuSOLVER if they could not start, e.g. for lack of memory; a new process can."""
 NO_FILES = "Too many open files"
 """The text of EMFILE, also in errors of PyTorch and HDF5, which have no number."""
-NO_THREADS = "can't start new thread"
-"""Python's message if a thread cannot be started."""
 NEEDED_FILES = 16
 """How many more files a process must be able to open to be usable."""
 LOST_CONTEXT = (

@@ -29,6 +29,15 @@ TOO_MANY = (
     "`ulimit -u`, or a cgroup, allows. End some of them, or ask for a higher limit."
 )
 """What to say of EAGAIN when a process is started, which stays, unlike a file system's."""
+NO_THREADS = "can't start new thread"
+"""Python's message if a thread cannot be started."""
+
+
+def is_of_limit(error: BaseException) -> bool:
+    """Whether an error says that no process, or no thread, could be started: what to say of it is TOO_MANY."""
+    if isinstance(error, BlockingIOError):
+        return error.filename is None  # else a file system's
+    return isinstance(error, RuntimeError) and str(error) == NO_THREADS
 
 
 class Fork:

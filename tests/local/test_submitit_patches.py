@@ -1,5 +1,6 @@
 """Submitit's files on a file system that fails for a moment; and a slot of this machine that loses it for good."""
 
+import errno
 import os
 import platform
 import sys
@@ -50,7 +51,7 @@ if "slurmgpu.executors.slot" in sys.orig_argv:
     opened = os.open
     def fail(path, *given, **more):
         if str(path).endswith("_log.out"):
-            raise OSError(5, "Input/output error", str(path))
+            raise OSError({number}, os.strerror({number}), str(path))
         return opened(path, *given, **more)
     os.open = fail
 """
@@ -73,7 +74,7 @@ def test_what_submitit_reads_writes_and_renames_is_tried_again(tmp_path, order):
     assert n_faults > 2
 
 
-@pytest.mark.parametrize("site", [NO_LOGS, NO_PICKLE])
+@pytest.mark.parametrize("site", [NO_LOGS.format(number=errno.EIO), NO_PICKLE])
 def test_a_slot_that_loses_the_file_system_is_said_to_have_lost_it(project, slurmgpu, tmp_path, site):
     folder = project(8)
     (tmp_path / "site").mkdir()
@@ -84,10 +85,22 @@ def test_a_slot_that_loses_the_file_system_is_said_to_have_lost_it(project, slur
     node = platform.node()
     assert (attempt["failure"], attempt["node"], attempt["bad_node"]) == ("file_system", node, node)
     assert f"{node} has lost a file system" in attempt["message"]
-    if site == NO_LOGS:
+    if site != NO_PICKLE:
         assert f"file_system: {node} has lost a file system: " in done.stderr
         assert "Traceback" not in done.stderr
     slurmgpu("resubmit", "run", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+
+
+def test_a_slot_whose_log_finds_the_disk_full_says_so(project, slurmgpu, tmp_path):
+    folder = project(8)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(NO_LOGS.format(number=errno.ENOSPC))
+    path = f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
+    done = slurmgpu(*LOCAL, cwd=folder, expect=3, PYTHONPATH=path)
+    [attempt] = report(folder)["attempts"]
+    assert (attempt["failure"], attempt["bad_node"]) == ("disk_full", None)
+    assert f"disk_full: {platform.node()} has no room for a file: " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_what_sbatch_says_when_it_takes_a_job_is_told_once(caplog):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import ItemError, Retry
-from slurmgpu.run.failures import FILES, INPUT, ITEM, LOADING, class_of
+from slurmgpu.run.failures import FILES, INPUT, ITEM, LOADING, blaming, class_of
 from slurmgpu.util.exceptions import MOST_SAID, MOST_TRACED, described, message_of, trace_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
@@ -153,6 +153,21 @@ def test_a_process_that_cannot_be_started_is_no_fault_of_the_file_system():
     for ended, of_process in ((FILES, "crash"), (INPUT, "input_error")):
         assert class_of(OSError(errno.EAGAIN, text), ended) == of_process  # as of fork(2)
         assert class_of(OSError(errno.EAGAIN, text, "shards/00001.h5"), ended) == "file_system"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (RuntimeError("can't start new thread"), 1, "crash: gpu1: This machine starts no more processes"),
+        (BlockingIOError(errno.EAGAIN, "as of fork(2)"), 1, "crash: gpu1: This machine starts no more processes"),
+        (OSError(errno.ENOSPC, "No space left on device", "7.out"), 73, "disk_full: gpu1 has no room for a file: "),
+    ],
+)
+def test_a_task_that_cannot_begin_says_why_in_a_sentence(caplog, error, code, said):
+    with pytest.raises(SystemExit) as ended, blaming("gpu1"):
+        raise error
+    assert ended.value.code == code
+    assert caplog.messages[0].startswith(said)
 
 
 BROAD = {"Exception", "BaseException", "SystemExit"}
