@@ -13,9 +13,10 @@ from typing import Any
 from slurmgpu import __version__
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.file_kinds import CONFIGURATIONS, PROGRAMS
+from slurmgpu.code.named_files import NAMED
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.trace_notes import ARRAY_ID
-from slurmgpu.code.tracer import NAMED, Tracer
+from slurmgpu.code.tracer import Scope, Tracer
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.mapped_function import MAPPED
@@ -43,25 +44,26 @@ def snapshot_of(
     """
     script = plan.settings.get("argv", [])[:1] if plan.workload == MAPPED else []  # tasks do not read that file
     base, settings = Path(plan.search_path), [text for text in plan.texts() if text not in script]
-    tracer = Tracer(
+    scope = Scope(
         base,
         None if container is None else [(str(name), str(path)) for name, path in container["packages"]],
-        former.files if former else (),
         inputs={str((file["source"] or file)["path"]) for file in plan.input["files"]},
-        options={_option_in(text).lstrip("-").replace("-", "_") for text in settings if text.startswith("--")},
     )
-    tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
-    _add_settings(tracer, settings, base)
+    options = {_option_in(text).lstrip("-").replace("-", "_") for text in settings if text.startswith("--")}
+    former_files, former_read = (former.files, former.read) if former else ((), ())
+    tracer = Tracer(scope, former_files, options)
+    tracer.code.add_named(plan.workload.rpartition(":")[0], needed=True)
+    _add_settings(tracer, settings)
     if isinstance(environ := plan.settings.get("env"), Mapping):
         _add_environment(tracer, environ)
     for text in texts:
-        tracer.add_text(text, (base,))
-    for file in former.read if former else ():
-        tracer.add_read(Path(file.path))
+        tracer.named.add_text(text, (base,))
+    for read in former_read:
+        tracer.read.add(Path(read.path))
     for number, script in enumerate(plan.scripts):
-        tracer.add_script(Path(script), is_started=number == 0)
-    for name in sorted({*also, *(name for file in (former.files if former else ()) for name in file.modules)}):
-        tracer.add_module(name)
+        tracer.code.add_script(Path(script), is_started=number == 0)
+    for name in sorted({*also, *(name for file in former_files for name in file.modules)}):
+        tracer.code.add_module(name)
     trace = tracer.finish()
     about: CodeAbout = {
         "python": platform.python_version(),
@@ -72,35 +74,35 @@ def snapshot_of(
     return Snapshot(trace.files, about, trace.notes, trace.namespaces, trace.read)
 
 
-def _add_settings(tracer: Tracer, texts: Iterable[str], base: Path) -> None:
+def _add_settings(tracer: Tracer, texts: Iterable[str]) -> None:
     """Add the files and modules that texts in the settings name, such as a command line, and the variables they set."""
     before, texts = "", list(texts)
     if "srun" in texts and "--overlap" not in texts:
-        tracer.notes.waiting_steps["The command"] = None
+        tracer.scope.notes.waiting_steps["The command"] = None
     for text in texts:
         if names_in_shell.is_before_code(before):
-            tracer.add_shell_code(text)
+            tracer.shells.add_code(text)
         elif text.startswith("CUDA") and names_in_shell.sets_gpus(text):  # an argument of the program `env`
-            tracer.notes.choosing_gpus.append(text)
+            tracer.scope.notes.choosing_gpus.append(text)
         elif text.startswith(f"{ARRAY_ID}="):
-            tracer.notes.sets_array_id = True
+            tracer.scope.notes.sets_array_id = True
         option, before = before if "=" not in text else _option_in(text), text
         if len(text) < _LONG_TEXT:
             if found := NAMED.fullmatch(text):
-                tracer.add_named(found[1])
+                tracer.code.add_named(found[1])
             # The value of `--config=small.yaml`. Files with other suffixes are more likely outputs: `--log=log.txt`.
             if not names_in_shell.is_for_output(option):
-                tracer.add_text(text.rpartition("=")[2], (base,), CONFIGURATIONS | PROGRAMS)
+                tracer.named.add_text(text.rpartition("=")[2], (tracer.scope.folder,), CONFIGURATIONS | PROGRAMS)
             if text.startswith("PYTHONPATH="):  # an argument of `env`
-                tracer.add_folders(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
+                tracer.code.search(names_in_shell.folders_in(text.partition("=")[2]), is_first=True)
 
 
 def _add_environment(tracer: Tracer, environ: Mapping[str, Any]) -> None:
     """Add the files and modules that variables under `env` name."""
-    tracer.add_folders(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
+    tracer.code.search(names_in_shell.folders_in(str(environ.get("PYTHONPATH", ""))), is_first=False)
     if names_in_shell.sets_gpus(f"CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')}"):
-        tracer.notes.choosing_gpus.append("env under [settings]")
-    tracer.notes.sets_array_id |= ARRAY_ID in environ
+        tracer.scope.notes.choosing_gpus.append("env under [settings]")
+    tracer.scope.notes.sets_array_id |= ARRAY_ID in environ
 
 
 def _option_in(text: str) -> str:

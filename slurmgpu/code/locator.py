@@ -74,6 +74,11 @@ class Locator:
         if str(folder) not in self.folders:
             self.folders.insert(0, str(folder))
 
+    def search_last(self, folder: Path) -> None:
+        """Search a folder after the others that are searched first."""
+        if str(folder) not in self.folders:
+            self.folders.append(str(folder))
+
     def top_of(self, module: str) -> str | None:
         """The package of a module, if it is not beside the run file."""
         top = module.partition(".")[0]

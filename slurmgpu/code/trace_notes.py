@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from slurmgpu.code.files_in_source import FilesInSource
 from slurmgpu.code.snapshots import ReadFile
 from slurmgpu.util.amounts import some_of
 
@@ -30,8 +31,6 @@ class TraceNotes:
 
     left_out: list[str] = field(default_factory=list)
     """Sentences on modules that are not in the snapshot."""
-    compiled: set[str] = field(default_factory=set)
-    """Compiled modules, which are in no snapshot."""
     choosing_gpus: list[str] = field(default_factory=list)
     """Places that set CUDA_VISIBLE_DEVICES."""
     outputs: dict[str, Sequence[str]] = field(default_factory=dict)
@@ -62,14 +61,21 @@ class TraceNotes:
         elif _READS_ARRAY_ID.search(text):
             self.reading_array_id[script] = None
 
-    def add_calls(self, other: TraceNotes) -> None:
-        """Add what another tracer has noted on what calls do."""
-        self.choosing_gpus += other.choosing_gpus
-        self.outputs |= other.outputs
-        self.output_folders |= other.output_folders
-        self.reading_array_id |= other.reading_array_id
-        self.sets_array_id |= other.sets_array_id
-        self.waiting_steps |= other.waiting_steps
+    def look_for_outputs(
+        self, script: str, named: FilesInSource, options: Collection[str] | None, *, is_started: bool
+    ) -> None:
+        """Note what a Python file writes in each call, if the command starts it, and the GPUs that it chooses.
+
+        `options` on its command line may change its default output folders; None: any of them may be there.
+        """
+        if named.gpus_line:
+            self.choosing_gpus.append(f"{script} in line {named.gpus_line}")
+        left_out = set[str]() if options is None else named.output_options.keys() - options
+        defaults = {f"{named.output_options[name]} (--{name})" for name in left_out}
+        if is_started and named.outputs:
+            self.outputs[script] = sorted(named.outputs)
+        if is_started and (into := named.output_folders | defaults):
+            self.output_folders[script] = sorted(into)
 
     def leave_out_folder(self, error: OSError) -> None:
         """Note a folder that cannot be listed; one that does not exist has no modules."""
@@ -78,15 +84,20 @@ class TraceNotes:
                 f"{error.filename} cannot be listed ({error.strerror}), so its modules are not in the snapshot."
             )
 
-    def sentences(self, read: Iterable[ReadFile], elsewhere: Mapping[str, str]) -> tuple[str, ...]:
-        """The notes, in words, with the files that are `read`, and packages `elsewhere` than in the image."""
+    def sentences(
+        self, read: Iterable[ReadFile], compiled: Collection[str], elsewhere: Mapping[str, str]
+    ) -> tuple[str, ...]:
+        """The notes, in words, with the files that are `read`, and packages `elsewhere` than in the image.
+
+        `compiled` are the paths of compiled modules among the files that are read.
+        """
         found = list(self.left_out)
-        if self.compiled:
+        if compiled:
             found.append(
                 f"Compiled modules are not in the snapshot of the code; tasks import the files on disk: "
-                f"{_some(self.compiled)}."
+                f"{_some(compiled)}."
             )
-        if names := [file.name for file in read if file.path not in self.compiled]:
+        if names := [file.name for file in read if file.path not in compiled]:
             found.append(
                 f"Tasks read these files when they run, not as they are now: {_some(names)}. "
                 f"If one of them changes, the report counts later rows as computed by unknown code."

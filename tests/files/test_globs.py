@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.code.tracer import Tracer
+from slurmgpu.code.tracer import Scope, Tracer
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import find, list_files
 from slurmgpu.llm.models.source import named_in
@@ -75,8 +75,8 @@ def test_so_are_globs_of_files_that_are_items_of_checkpoints_and_folders_of_mode
 def test_modules_of_such_a_folder_are_told_to_be_missing_in_the_snapshot(parts: Path) -> None:
     (parts / "parts" / "2024").rename(parts / "parts" / "shut")
     with as_a_user():
-        tracer = Tracer(parts, None, ())
-        list(tracer._modules_below("parts"))
+        tracer = Tracer(Scope(parts, None))
+        tracer.code.add_below(["parts"])
     (parts / "parts" / "shut").rename(parts / "parts" / "2024")
     [said] = tracer.finish().notes
     assert said == f"{parts}/parts/shut cannot be listed (Permission denied), so its modules are not in the snapshot."

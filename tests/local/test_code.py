@@ -15,7 +15,7 @@ import h5py
 import pytest
 
 from slurmgpu import open as slurmgpu_open
-from slurmgpu.code import imported_modules, snapshots, tracer
+from slurmgpu.code import imported_modules, named_files, snapshots, user_code
 from slurmgpu.code.capture import snapshot_of
 from slurmgpu.code.namesakes import refuse_other_modules
 from slurmgpu.code.snapshots import tree_digest
@@ -567,12 +567,12 @@ def test_configurations_are_looked_for_among_data_and_earlier_runs(signed, monke
     text = "def main():\n    initialize(config_path='.')\n"
     (folder / "signed.py").write_text(text + WORKLOAD)
     parsed = []
-    monkeypatch.setattr(tracer, "defined_in", lambda tree: parsed.append(tree) or frozenset())
+    monkeypatch.setattr(user_code, "defined_in", lambda tree: parsed.append(tree) or frozenset())
     with draft_run(folder / "slurmgpu.toml") as draft:
         read = {file.name for file in draft.code.read}
     assert read == {"conf.yaml", "group/small.yml", "words.txt"}
     assert len(parsed) == 1
-    monkeypatch.setattr(tracer, "MANY_BESIDE_CONFIGURATIONS", 3)
+    monkeypatch.setattr(named_files, "MANY_BESIDE_CONFIGURATIONS", 3)
     _, left_out = names_in(folder)
     assert left_out[0] == (
         f"{folder} has many files, so it is not checked whether all configurations in it stay unchanged."

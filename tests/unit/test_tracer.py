@@ -8,7 +8,7 @@ import pytest
 
 from slurmgpu.code import names_in_shell
 from slurmgpu.code.snapshot_names import SnapshotNames
-from slurmgpu.code.tracer import Tracer
+from slurmgpu.code.tracer import Scope, Tracer
 
 
 def test_files_of_a_snapshot_keep_their_places_and_no_two_have_one_name():
@@ -30,8 +30,8 @@ def n_calls_to_trace(folder: Path, n_modules: int) -> int:
         (package / f"m{number}.py").write_text("X = 1\n")
     lines = [f"from {package.name} import m{number}" for number in range(n_modules)]
     (package / "__init__.py").write_text("\n".join(lines))
-    tracer, events = Tracer(folder, None), Counter()
-    tracer.add_module(package.name)
+    tracer, events = Tracer(Scope(folder, None)), Counter()
+    tracer.code.add_module(package.name)
     sys.setprofile(lambda frame, event, argument: events.update([event]))
     try:
         trace = tracer.finish()
@@ -49,8 +49,8 @@ def test_a_package_of_four_times_as_many_modules_takes_four_times_the_work(tmp_p
 def test_a_file_that_is_nested_too_deeply_is_said_to_be_followed_in_part(tmp_path):
     (tmp_path / "near.py").write_text("")
     (tmp_path / "deep.py").write_text(f"import near\nx = {'+'.join(['x'] * 370)}\n")
-    tracer = Tracer(tmp_path, None)
-    tracer.add_module("deep")
+    tracer = Tracer(Scope(tmp_path, None))
+    tracer.code.add_module("deep")
     trace = tracer.finish()
     assert [file.name for file in trace.files] == ["deep.py", "near.py"]
     assert trace.notes == (
@@ -65,8 +65,8 @@ def test_a_default_is_read_whatever_folders_are_made_by_os_path_join(tmp_path):
         "import os\n\nos.makedirs(os.path.join('out', 'x'))\n\n"
         "def load(path='model.yaml'):\n    return open(path).read()\n"
     )
-    tracer = Tracer(tmp_path, None)
-    tracer.add_script(tmp_path / "one.py")
+    tracer = Tracer(Scope(tmp_path, None))
+    tracer.code.add_script(tmp_path / "one.py")
     assert [file.name for file in tracer.finish().read] == ["model.yaml"]
 
 
@@ -88,8 +88,8 @@ def test_what_code_reads_in_a_folder_that_it_names_before_is_known(tmp_path, mon
         (folder / path).write_text("")
     (folder / "one.py").write_text(f"from os.path import *\nfrom pathlib import Path\n{source}\n")
     monkeypatch.syspath_prepend(str(folder))
-    tracer = Tracer(tmp_path / "lab", None)
-    tracer.add_module("one")
+    tracer = Tracer(Scope(tmp_path / "lab", None))
+    tracer.code.add_module("one")
     assert [file.path for file in tracer.finish().read] == [str(folder / "pkg" / "data" / "words.txt")]
 
 
@@ -102,8 +102,8 @@ def test_links_that_lead_nowhere_runs_and_folders_with_data_do_not_change_what_i
         (tmp_path / name).symlink_to(name)  # a loop
     texts = ["data", "images", "runs/digits", "words.txt", "run.json", *many]
     (tmp_path / "one.py").write_text("\n".join(f"x = {text!r}" for text in texts))
-    tracer = Tracer(tmp_path, None)
-    tracer.add_module("one")
+    tracer = Tracer(Scope(tmp_path, None))
+    tracer.code.add_module("one")
     assert [file.name for file in tracer.finish().read] == ["data/words.txt"]
 
 
@@ -116,8 +116,8 @@ def test_what_a_module_of_an_editable_install_reads_further_up_is_known(tmp_path
         "from pathlib import Path\nPACKAGE = Path(__file__).parents[1]\nPROJECT = PACKAGE.parent.parent\n"
         "X = (PACKAGE / 'words.txt').read_text()\n"
     )
-    tracer = Tracer(tmp_path / "lab", None)
-    tracer.add_module("pkg.models.net")
+    tracer = Tracer(Scope(tmp_path / "lab", None))
+    tracer.code.add_module("pkg.models.net")
     assert [file.path for file in tracer.finish().read] == [str(tmp_path / "project" / "src" / "pkg" / "words.txt")]
 
 
@@ -130,8 +130,8 @@ def test_home_and_what_is_above_it_are_not_searched_for_what_code_reads_also_beh
     monkeypatch.syspath_prepend(str(tmp_path / "disk" / "me"))
     for home, n_read in ((tmp_path / "home" / "me", 0), (tmp_path / "disk" / "me", 0), (tmp_path / "elsewhere", 1)):
         monkeypatch.setenv("HOME", str(home))
-        tracer = Tracer(tmp_path / "lab", None)
-        tracer.add_module("pkg.net")
+        tracer = Tracer(Scope(tmp_path / "lab", None))
+        tracer.code.add_module("pkg.net")
         assert len(tracer.finish().read) == n_read
 
 
@@ -163,8 +163,8 @@ COMMANDS = {
 def test_what_a_script_only_says_is_no_command(tmp_path, text, is_prose):
     script = tmp_path / "x.sh"
     script.write_text(f"#!/bin/bash\n{text}\n")
-    tracer = Tracer(tmp_path, None)
-    tracer.add_script(script)
+    tracer = Tracer(Scope(tmp_path, None))
+    tracer.code.add_script(script)
     notes = " ".join(tracer.finish().notes)
     assert (notes == "") if is_prose else ("x.sh writes out.json under the same name" in notes)
 
@@ -180,8 +180,8 @@ def test_what_a_program_says_to_its_user_starts_no_step(tmp_path):
     )
     for text, expected in ((says, ()), (says + 'print(os.environ["SLURM_ARRAY_TASK_ID"])\n', ("reads SLURM_ARRAY",))):
         script.write_text(text)
-        tracer = Tracer(tmp_path, None)
-        tracer.add_script(script)
+        tracer = Tracer(Scope(tmp_path, None))
+        tracer.code.add_script(script)
         notes = tracer.finish().notes
         assert len(notes) == len(expected)
         assert all(words in note for words, note in zip(expected, notes, strict=True))
@@ -206,13 +206,13 @@ def test_what_pip_has_installed_into_a_folder_on_the_path_is_not_the_users(tmp_p
         (target / f"{name}.dist-info" / "RECORD").write_text(f"{recorded}\n{name}.dist-info/RECORD,,\n")
     monkeypatch.syspath_prepend(str(target))
     (folder / "mine.py").write_text("import beside, one, several\n")
-    tracer = Tracer(folder, None)
-    tracer.add_module("mine")
+    tracer = Tracer(Scope(folder, None))
+    tracer.code.add_module("mine")
     assert {Path(file.path).name for file in tracer.finish().files} == {"beside.py", "mine.py"}
     # An image has neither them nor the user's own, but may have packages such as NumPy.
     (folder / "mine.py").write_text("import beside, one, several, numpy, json\n")
-    tracer = Tracer(folder, [])
-    tracer.add_module("mine")
+    tracer = Tracer(Scope(folder, []))
+    tracer.code.add_module("mine")
     [note] = tracer.finish().notes
     shown = [f"{name} ({target / path})" for name, path in
              (("beside", "beside.py"), ("one", "one.py"), ("several", "several/__init__.py"))]  # fmt: skip
@@ -229,8 +229,8 @@ def test_modules_of_a_namespace_that_installed_distributions_share_are_the_users
     for folder in ("one", "two/site-packages", "own"):
         monkeypatch.syspath_prepend(str(tmp_path / folder))
     (tmp_path / "lab" / "mine.py").write_text("import acme.mine, acme.core, acme.other, utils.mine\n")
-    tracer = Tracer(tmp_path / "lab", None)
-    tracer.add_module("mine")
+    tracer = Tracer(Scope(tmp_path / "lab", None))
+    tracer.code.add_module("mine")
     found = tracer.finish()
     names = {file.path.removeprefix(f"{tmp_path}/") for file in found.files}
     assert names == {"lab/mine.py", "own/acme/mine.py", "own/utils/mine.py"}
