@@ -45,7 +45,7 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
             f"The merge of {run.folder} did not finish. `slurmgpu logs {run.typed} --merge` may say why; "
             f"`slurmgpu merge {run.typed}` merges what is published."
         )
-    return last_report(run)
+    return last_report(run, report)
 
 
 def follow_rows(run: Run) -> Iterator[RunRow]:

@@ -310,9 +310,12 @@ def _checked(report: Any) -> Report:
     return cast(Report, report)
 
 
-def last_report(run: Run) -> Report:
-    """The report of the last merge with the run's present paths. SlurmGPUError before the first merge."""
-    report = read_report(run)
+def last_report(run: Run, known: Report | None = None) -> Report:
+    """The report of the last merge with the run's present paths. SlurmGPUError before the first merge.
+
+    `known` is what `read_report` has just given.
+    """
+    report = known or read_report(run)
     if report is None:
         raise SlurmGPUError(
             f"{run.folder} has no report yet, because no merge has finished. While the run is running, `slurmgpu "

@@ -343,6 +343,13 @@ def test_whoever_waits_for_a_run_reads_each_record_once(run, monkeypatch):
     assert wait.wait_for(run, told.append)["written"] == written["written"]
     assert len(told) == 3
     assert sorted(read) == [f"4711_{task}.0" for task in range(4)]
+    # The report of many failed items has megabytes.
+    reports, reading_report = [], build.read_report
+    for module in (build, wait):
+        monkeypatch.setattr(module, "read_report", lambda run: reports.append(run) or reading_report(run))
+    monkeypatch.setattr(wait.live_tasks, "alive", lambda run: None)
+    assert wait.wait_for(run)["written"] == written["written"]
+    assert len(reports) == 1
     monkeypatch.setattr(wait.live_tasks, "alive", lambda run: None)
     run.record_submission({**run.submissions()[0], "submission": 2, "state": "refused"})
     assert wait.wait_for(run)["written"] == written["written"]
