@@ -13,6 +13,8 @@ from slurmgpu.loader.names import title_of
 from slurmgpu.util.users import expanded
 
 FILE = "file:"
+MOST_CHARACTERS = 1 << 24
+"""The longest text of a file that a setting names; of a longer one, no more than this is read."""
 
 OF_RUN_FILE = ("gpus_per_task",)
 ELSEWHERE = {
@@ -112,7 +114,11 @@ def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> di
         if isinstance(value, str) and value.startswith(FILE):
             path = expanded(value.removeprefix(FILE))
             try:
-                found[name] = path.read_text(encoding="utf-8-sig").removesuffix("\n")
+                with open(path, encoding="utf-8-sig") as file:
+                    text = file.read(MOST_CHARACTERS + 1)
+                if len(text) > MOST_CHARACTERS:
+                    raise ValueError(f"it has more than {MOST_CHARACTERS:,} characters, which the plan would keep")
+                found[name] = text.removesuffix("\n")
             except (OSError, ValueError) as error:
                 raise SlurmGPUError(
                     f"{name} is {value!r}, but {path.absolute()} cannot be read: {error}. "

@@ -10,6 +10,7 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.resubmission import fewer_tasks, first_submission
 from slurmgpu.inputs import Reader
+from slurmgpu.loader import settings as of_workloads
 from slurmgpu.plan.allocation import Allocation, allocate
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import Resources, read_toml
@@ -693,3 +694,19 @@ def test_an_edit_of_the_run_file_while_its_input_is_read_is_noticed_later(projec
     with draft_run(folder / "slurmgpu.toml", most_shards=read_long) as draft:
         assert draft.plan.settings["item_s"] == 0.0
         assert "planned: settings.item_s. The run keeps" in edited_notes(draft.plan)[0]
+
+
+class Prompted:
+    texts = ("prompt",)
+
+
+def test_of_a_huge_file_that_a_setting_names_only_the_beginning_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "corpus.txt"
+    path.write_text("é" * 100_000)
+    monkeypatch.setattr(of_workloads, "MOST_CHARACTERS", 10)
+    expected = rf"prompt is 'file:{path}', but {path} cannot be read: it has more than 10 characters"
+    with pytest.raises(SlurmGPUError, match=expected):
+        of_workloads.texts_of_files("workloads:Prompted", Prompted, {"prompt": f"file:{path}"})
+    path.write_text("é" * 10)
+    found = of_workloads.texts_of_files("workloads:Prompted", Prompted, {"prompt": f"file:{path}"})
+    assert found == {"prompt": "é" * 10}
