@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from . import Cluster, ClusterError
+from .config import state_file
 
 
 def main() -> int:
@@ -18,7 +19,12 @@ def main() -> int:
     )
     parser.add_argument("action", choices=("start", "stop"))
     parser.add_argument("folder", nargs="?", type=Path, default=Path("/tmp/test-cluster"), help="default: %(default)s")
+    parser.add_argument("--when-input-ends", action="store_true", help="stop it once whoever holds the pipe has died")
     arguments = parser.parse_args()
+    if arguments.when_input_ends:
+        sys.stdin.read()
+        if not state_file(arguments.folder).exists():
+            return 0  # it was stopped, or never started
     try:
         if arguments.action == "stop":
             Cluster.open(arguments.folder).stop()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +24,18 @@ def leave_out(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+@contextlib.contextmanager
+def stopped_in_any_case(folder: Path) -> Iterator[None]:
+    """In the block, let a process stop the cluster in `folder` if this one dies of a signal."""
+    command = [sys.executable, "-m", "tests.cluster", "stop", folder, "--when-input-ends"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=root, start_new_session=True) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()  # forks of this process may hold its pipe
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The session's cluster. Slurm's commands find it through os.environ, which is put back at the end."""
@@ -30,18 +45,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # Jobs of other users read slurm.conf, too, and pytest's folders are root's alone. The logs go there in the end.
     folder = Path(tempfile.mkdtemp(prefix="slurmgpu-test-cluster-", dir="/tmp"))
     folder.chmod(0o755)
-    running = Cluster.start(folder)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name in [name for name in os.environ if name.startswith(INHERITED)]:
-                patch.delenv(name)
-            for name, value in running.env.items():
-                patch.setenv(name, value)
-            yield running
-    finally:
-        running.stop()
-        shutil.copytree(folder / "log", tmp_path_factory.mktemp("cluster") / "log")
-        shutil.rmtree(folder)
+    with stopped_in_any_case(folder):
+        running = Cluster.start(folder)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                for name in [name for name in os.environ if name.startswith(INHERITED)]:
+                    patch.delenv(name)
+                for name, value in running.env.items():
+                    patch.setenv(name, value)
+                yield running
+        finally:
+            running.stop()
+    shutil.copytree(folder / "log", tmp_path_factory.mktemp("cluster") / "log")
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,44 @@ def wait_for_file(cluster: Cluster, path: Path) -> str:
 
 def is_alive(pid: str) -> bool:
     return int(pid) in [living for living, _ in processes.living()]
+
+
+STARTS_ONE = """
+import signal, sys
+from pathlib import Path
+from tests.cluster import processes
+from tests.cluster.config import Settings
+from tests.cluster.fixture import stopped_in_any_case
+
+folder, private = map(Path, sys.argv[1:])
+settings = Settings(str(folder), str(private), False, 1, 0, "", {})
+with stopped_in_any_case(folder):
+    settings.save()
+    processes.start(["sleep", "1000003"], mark=f"{private.name}/slurmctld", output=folder / "out", env={})
+    print("started", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_session_that_is_killed_leaves_no_cluster(tmp_path: Path, signum: int) -> None:
+    folder, private = tmp_path / "cluster", Path(tempfile.mkdtemp(prefix="slurm-test-"))
+    folder.mkdir()
+    root = Path(__file__).parents[2]
+    session = subprocess.Popen(
+        [sys.executable, "-c", STARTS_ONE, folder, private], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert session.stdout is not None
+        assert session.stdout.readline() == "started\n"
+        assert processes.find(private.name)
+        session.send_signal(signum)
+        session.communicate()
+        processes.wait_for(lambda: not private.exists(), "the cluster was stopped", 60)
+        assert not processes.find(private.name)
+    finally:
+        session.kill()
+        processes.kill(private.name)
 
 
 @pytest.mark.slurm
