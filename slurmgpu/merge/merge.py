@@ -24,7 +24,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.build import build
 from slurmgpu.merge.former_rows import FormerRows
 from slurmgpu.merge.item_names import name_items
-from slurmgpu.merge.join import Places, Source, join
+from slurmgpu.merge.join import join
+from slurmgpu.merge.merged_file import Places
+from slurmgpu.merge.sources import Source
 from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.build import Joined, Report, build_report, read_report, report_path
 from slurmgpu.run import owners

@@ -1,6 +1,6 @@
 """The identity of merged.h5 from its user block. Standard library only, for `status`.
 
-docs/reference/hdf5.md has the byte layout; `merge.join` writes and verifies it.
+docs/reference/hdf5.md has the byte layout; `merge.merged_file` writes it.
 """
 
 from __future__ import annotations

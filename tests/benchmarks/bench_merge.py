@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from slurmgpu.merge.join import Source, join, verify_joined
+from slurmgpu.merge.join import join, verify_joined
+from slurmgpu.merge.sources import Source
 from slurmgpu.shards.columns import Array, Column, Text, convert_row
 from slurmgpu.shards.made_by import MadeBy
 from slurmgpu.shards.names import shard_name

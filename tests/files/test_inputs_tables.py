@@ -16,7 +16,8 @@ import pytest
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import Reader, concatenate, find, promise, scan
 from slurmgpu.inputs.keys import check_names
-from slurmgpu.merge.join import Source, join
+from slurmgpu.merge.join import join
+from slurmgpu.merge.sources import Source
 from slurmgpu.shards.columns import Array, Ragged, Text
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.shard_file import write_shard

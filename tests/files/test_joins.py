@@ -1,5 +1,6 @@
 """The join: every row of every whole shard, in input order, in one file that can be verified again at any time."""
 
+import ctypes
 import errno
 import itertools
 import os
@@ -7,6 +8,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -14,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmgpu.merge import join
+from slurmgpu.merge import merged_file, sources
 from slurmgpu.merge.join import verify_joined
 from slurmgpu.run.lock import LockLostError
 from slurmgpu.shards import shard_file as shards
@@ -60,8 +64,8 @@ def test_the_merged_datasets_do_not_depend_on_how_the_shards_were_cut(tmp_path, 
 @pytest.mark.parametrize("bounds", [[0, 30], [0, 3, 8, 30], list(range(31))])
 @pytest.mark.parametrize("small_bytes", [4 << 10, 64 << 10])
 def test_all_failed_items_are_counted_and_the_first_are_listed(tmp_path, monkeypatch, bounds, small_bytes):
-    monkeypatch.setattr(join, "MOST_LISTED", 2)
-    monkeypatch.setattr(join, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(merged_file, "MOST_LISTED", 2)
+    monkeypatch.setattr(sources, "_SMALL_BYTES", small_bytes)
     joined = join_parts(write_parts(tmp_path, bounds, FAILED | {20, 21}), tmp_path / "merged.h5")
     assert joined.errors == [(index, f"item {index} is schlecht ⚠") for index in (2, 7)]
     assert joined.n_failed == {"item_error": 5}
@@ -69,13 +73,13 @@ def test_all_failed_items_are_counted_and_the_first_are_listed(tmp_path, monkeyp
 
 def test_errors_of_a_shard_that_is_left_out_take_no_places_of_others(tmp_path, monkeypatch):
     """The first shard was copied once, and is removed before all are copied again."""
-    monkeypatch.setattr(join, "MOST_LISTED", 2)
-    monkeypatch.setattr(join, "_SMALL_BYTES", 4 << 10)
+    monkeypatch.setattr(merged_file, "MOST_LISTED", 2)
+    monkeypatch.setattr(sources, "_SMALL_BYTES", 4 << 10)
     parts = write_parts(tmp_path, [0, 10, 20, 30], FAILED | {12, 13, 24})
 
     def review(copied, damaged):
         parts[0][1].unlink(missing_ok=True)
-        return [join.Source(*parts[2])] if 0 in copied else []
+        return [sources.Source(*parts[2])] if 0 in copied else []
 
     joined = join_parts(parts, tmp_path / "merged.h5", review=review)
     assert ([index for index, _ in joined.errors], joined.n_failed) == ([12, 13], {"item_error": 3})
@@ -83,14 +87,13 @@ def test_errors_of_a_shard_that_is_left_out_take_no_places_of_others(tmp_path, m
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_the_first_errors_are_kept_in_whatever_order_shards_come(order, monkeypatch):
-    monkeypatch.setattr(join, "MOST_LISTED", 3)
-    first = join._FirstErrors()
+    monkeypatch.setattr(merged_file, "MOST_LISTED", 3)
+    first = merged_file.FirstErrors()
     errors = {shard: [(10 * shard + n, f"error {n} of shard {shard}") for n in range(2)] for shard in range(4)}
     for shard in order:
-        first.put(shard, errors[shard])
-        first.put(shard, errors[shard])  # read again
+        first.add(errors[shard])
     assert first.listed() == [*errors[0], errors[1][0]]
-    assert len(first._of_shards) < 4
+    assert len(first._found) < 2 * 3
 
 
 def test_a_merged_file_that_is_missing_is_a_problem(tmp_path):
@@ -273,6 +276,18 @@ def test_a_damaged_shard_is_left_out_and_named(tmp_path, kind):
     assert verify_joined(tmp_path / "merged.h5") == []
 
 
+def test_the_newest_whole_file_of_a_shard_is_joined(tmp_path):
+    """Of three files, the two newest are damaged."""
+    parts = write_parts(tmp_path, [0, 10, 20])
+    oldest = parts[1][1]
+    newer = [Path(shutil.copy(oldest, tmp_path / name)) for name in ("00001.r2.h5", "00001.r1.h5")]
+    for path in newer:
+        os.truncate(path, 100)
+    found = [parts[0], (1, newer[0], 10, 20, (newer[1], oldest))]
+    joined = join_parts(found, tmp_path / "merged.h5", n_items=20)
+    assert (joined.n_rows, joined.damaged, [path for path, _ in joined.aside]) == (20, (), newer)
+
+
 def test_several_damaged_shards_are_all_named(tmp_path):
     parts = write_parts(tmp_path, list(range(0, 31, 3)))
     for shard, kind in [(1, "truncation"), (4, "data"), (5, "data"), (9, "user block")]:
@@ -324,7 +339,7 @@ def test_offsets_that_would_give_rows_the_values_of_others_are_damage(chunks):
 @pytest.mark.parametrize("name", ["shout", "lengths", "error"])
 def test_a_shard_whose_offsets_mix_up_its_rows_is_left_out(tmp_path, monkeypatch, small_bytes, name):
     """The checksums are right: whoever wrote the file was wrong."""
-    monkeypatch.setattr(join, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(sources, "_SMALL_BYTES", small_bytes)
     parts = write_parts(tmp_path, [0, 10, 20, 30], {2, 12, 13, 22})
 
     def fall(directory, content):
@@ -458,6 +473,18 @@ def test_a_file_that_cannot_grow_leaves_the_old_file_alone(tmp_path, old, limit)
     assert target.read_bytes() == b"old"
 
 
+@pytest.mark.parametrize("numbers", [[errno.EOPNOTSUPP], [errno.ENOSYS], [errno.EINTR, 0]])
+def test_a_file_system_that_reserves_no_space_is_no_error(tmp_path, monkeypatch, numbers):
+    def fallocate(*given):
+        ctypes.set_errno(number := numbers.pop(0))
+        return -1 if number else 0
+
+    monkeypatch.setattr(merged_file, "_LIBC", SimpleNamespace(fallocate=fallocate))
+    assert join_parts(write_parts(tmp_path, [0, 10]), tmp_path / "merged.h5").n_rows == 10
+    assert numbers == []
+    assert verify_joined(tmp_path / "merged.h5") == []
+
+
 def failing_fsyncs(monkeypatch, number, n_failures):
     """Let fsyncs of files fail, and lose a page that was written before, as a kernel that drops it; the failures."""
     real, failed = os.fsync, []
@@ -545,19 +572,38 @@ def test_a_join_whose_own_file_is_always_removed_ends(tmp_path):
 @pytest.mark.parametrize("small_bytes", [4 << 10, 64 << 10])
 def test_a_shard_that_is_replaced_by_a_larger_one_moves_no_row_of_others(tmp_path, monkeypatch, small_bytes):
     """It is measured before it is replaced, and copied after that."""
-    monkeypatch.setattr(join, "_KEPT_BYTES", 0)
-    monkeypatch.setattr(join, "_SMALL_BYTES", small_bytes)
-    parts, copy_all = write_parts(tmp_path, [0, 10, 20, 30]), join._Merged.copy_all
+    monkeypatch.setattr(sources, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(sources, "_SMALL_BYTES", small_bytes)
+    parts, copy_all = write_parts(tmp_path, [0, 10, 20, 30]), merged_file.MergedFile.copy_all
 
     def replaced(self, *given):
         write(parts[1][1], 10, 20, rows=rows_of(30, 40))
         return copy_all(self, *given)
 
-    monkeypatch.setattr(join._Merged, "copy_all", replaced)
+    monkeypatch.setattr(merged_file.MergedFile, "copy_all", replaced)
     joined = join_parts(parts, tmp_path / "merged.h5")
     assert joined.damaged == ((1, "it was replaced while it was being joined"),)
     assert datasets(tmp_path / "merged.h5")["index"].tolist() == [*range(10), *range(20, 30)]
     assert verify_joined(tmp_path / "merged.h5") == []
+
+
+def test_shards_that_come_during_the_join_are_joined_twice_and_then_left_to_the_next(tmp_path):
+    parts = write_parts(tmp_path, [0, 10, 20, 30, 40])
+    late = iter(parts[1:])
+    more = {"review": lambda copied, damaged: [sources.Source(*next(late))]}
+    assert join_parts(parts[:1], tmp_path / "merged.h5", **more).shards == {0, 1, 2}
+    assert verify_joined(tmp_path / "merged.h5") == []
+
+
+@pytest.mark.parametrize("do_all", ["map", "pool.map"])
+def test_more_shards_than_a_thread_reads_at_a_time_are_all_joined(tmp_path, monkeypatch, do_all):
+    for module in (sources, merged_file):
+        monkeypatch.setattr(module, "CHUNK", 2)
+    # Without threads all of the time is computed; with them none is.
+    monkeypatch.setattr(sources.time, "thread_time", time.perf_counter if do_all == "map" else lambda: 0.0)
+    joined = join_parts(write_parts(tmp_path, range(0, 50, 7)), tmp_path / "merged.h5")
+    assert joined.n_rows == 49
+    assert datasets(tmp_path / "merged.h5")["index"].tolist() == list(range(49))
 
 
 def test_a_shard_that_vanishes_is_missing(tmp_path):
@@ -585,7 +631,8 @@ import sys
 from pathlib import Path, PosixPath
 sys.path[:0] = {sys.path!r}
 from slurmgpu.shards.columns import Array
-from slurmgpu.merge.join import Source, join
+from slurmgpu.merge.join import join
+from slurmgpu.merge.sources import Source
 from tests.support.shard_files import peak_memory_bytes
 target = Path({str(tmp_path / "merged.h5")!r})
 columns = {{"x": Array("float16", (16 << 20,))}}

@@ -15,9 +15,9 @@ from slurmgpu.cli.views.report import show_report
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.executors import submission as submissions
 from slurmgpu.executors.submission import merge_by_hand
-from slurmgpu.merge import join
-from slurmgpu.merge import join as joins
 from slurmgpu.merge import merge as merging
+from slurmgpu.merge import merged_file, sources
+from slurmgpu.merge.join import verify_joined
 from slurmgpu.merge.merge import failed_again, merge
 from slurmgpu.report.build import is_complete, read_report
 from slurmgpu.report.status import read_status
@@ -111,7 +111,7 @@ def check_one_truth(run):
     assert report["n_missing_items"] == N_ITEMS - n_rows
     whole = n_rows == N_ITEMS
     assert (report["complete"], read_status(run)["complete"], is_complete(run)) == (whole,) * 3
-    assert joins.verify_joined(run.merged) == [] or head is None
+    assert verify_joined(run.merged) == [] or head is None
 
 
 # One truth about completeness
@@ -542,7 +542,7 @@ def test_a_merge_that_is_killed_at_any_step_loses_no_row(run, monkeypatch):
         (run.shards / "00000.x.partial").write_bytes(b"half")
         former = good(run)
         was_killed = killed_at(number, lambda: merge(Run.open(run.folder)))
-        assert joins.verify_joined(run.merged) == []
+        assert verify_joined(run.merged) == []
         assert good(run) >= former
         assert read_report(run)
         for path in (run.shards / "00004.damaged", *run.shards.glob("00004.r*.h5")):
@@ -648,7 +648,7 @@ def test_failed_items_that_are_computed_again_cost_no_row_wherever_that_is_kille
         for _ in range(2):  # as it was left, and after a merge
             rows = merged_rows(run)
             assert {i: v for i, v in rows.items() if i in expected} == expected
-            assert joins.verify_joined(run.merged) == []
+            assert verify_joined(run.merged) == []
             assert merge(run)["complete"]
             run.record_submission({"submission": 2, "executor": "local", "state": "ended", "time": 0.0})
             check_one_truth(run)
@@ -841,7 +841,7 @@ def test_shards_are_listed_as_often_however_many_have_failed_items(run, monkeypa
 
 
 def test_a_report_counts_all_failed_items_and_lists_the_first(run, monkeypatch, capsys):
-    monkeypatch.setattr(join, "MOST_LISTED", 2)
+    monkeypatch.setattr(merged_file, "MOST_LISTED", 2)
     publish_all(run, failed={1, 6, 11, 16})
     report = merge(run)
     assert (report["n_errors"], report["errors_by_class"]) == (4, {"item_error": 4})
@@ -912,8 +912,8 @@ def test_a_damaged_shard_is_copied_past_once_and_not_again_and_again(run, monkey
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    n_copies, real = [], joins._Merged.copy_all
-    monkeypatch.setattr(joins._Merged, "copy_all", lambda *given: n_copies.append(1) or real(*given))
+    n_copies, real = [], merged_file.MergedFile.copy_all
+    monkeypatch.setattr(merged_file.MergedFile, "copy_all", lambda *given: n_copies.append(1) or real(*given))
     assert [hole["shard"] for hole in merge(run)["missing"]] == [1]
     assert len(n_copies) == 2
 
@@ -970,8 +970,8 @@ def test_makers_that_make_no_sense_cost_their_shard_at_most(run, made_by):
 
 def test_a_copy_that_fails_leaves_no_thread_at_work_on_a_closed_file(run, monkeypatch):
     publish_all(run)
-    monkeypatch.setattr(joins, "_KEPT_BYTES", 0)
-    after, real = [], joins._Merged._copy_chunk
+    monkeypatch.setattr(sources, "_KEPT_BYTES", 0)
+    after, real = [], merged_file.MergedFile._copy_chunk
 
     def copy_chunk(self, parts):
         if parts[0].source.shard == 0:
@@ -982,7 +982,7 @@ def test_a_copy_that_fails_leaves_no_thread_at_work_on_a_closed_file(run, monkey
             after.append(parts)
         return real(self, parts)
 
-    monkeypatch.setattr(joins._Merged, "_copy_chunk", copy_chunk)
+    monkeypatch.setattr(merged_file.MergedFile, "_copy_chunk", copy_chunk)
     with pytest.raises(OSError, match="full"):
         merge(run)
     assert after == []
@@ -999,7 +999,7 @@ def test_a_full_disk_is_named_with_the_command_that_goes_on(run, monkeypatch, nu
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(joins, "_allocate", full)
+        patch.setattr(merged_file, "_allocate", full)
         with pytest.raises(SlurmGPUError) as caught:
             merge_by_hand(run)
     said = f"{run.merged}: {os.strerror(number)}. Published shards are kept. {to_do}, then: "

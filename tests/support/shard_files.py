@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError
-from slurmgpu.merge.join import Source, join
+from slurmgpu.merge.join import join
+from slurmgpu.merge.sources import Source
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.piece_table import pieces_of
