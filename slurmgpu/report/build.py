@@ -32,11 +32,13 @@ from slurmgpu.report.attempts import (
 from slurmgpu.report.ledger import Ledger, counting, ledger, spent
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.mapped_function import function_by_value, with_another_function
 from slurmgpu.run.private import public
 from slurmgpu.run.records import Death, Record, Unread
 from slurmgpu.run.submissions import Git, SubmissionLine, is_over, is_slurms
 from slurmgpu.shards.merged_head import read_merged_head
+from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, read_bytes
 from slurmgpu.util.typed_json import check_objects
 
@@ -51,6 +53,8 @@ MOST_LISTED = 100_000
 N_WHOLE_MESSAGES = 10_000
 MESSAGE_CHARACTERS = 240
 """The messages of further failed items are cut after this many characters; merged.h5 has them whole."""
+MOST_FILES = 100
+"""The most files of an input that a report lists; run.json has all."""
 
 
 Errors = list[tuple[int, str]]
@@ -217,7 +221,26 @@ def build_report(
         "image": _image(run),
         "computed_with": computed_with(records),
         "code": _code(run, () if joined is None else joined.code),
-        "provenance": plan.provenance,
+        "provenance": {**plan.provenance, **_planned(plan)},
+    }
+
+
+def _planned(plan: Plan) -> dict[str, Any]:
+    """What the rows are of, for readers without run.json; of an input of many files the first MOST_FILES."""
+    files = [(each["source"] or each) for each in plan.input["files"][:MOST_FILES]]
+    return {
+        "workload": plan.workload,
+        "settings": hidden(plan.settings),
+        "input": {
+            "format": plan.input["format"],
+            "n_files": len(plan.input["files"]),
+            "files": [{"path": hidden(each["path"]), "sha256": each["sha256"]} for each in files],
+            "folders": hidden(plan.input["folders"][:MOST_FILES]),
+        },
+        "input_digest": plan.input_digest,
+        "seed": plan.seed,
+        "batch_size": plan.batch_size,
+        "keep": plan.keep,
     }
 
 

@@ -1,5 +1,6 @@
 """The report: what became of attempts; and of what use a damaged one is, or one of a run that was moved."""
 
+import hashlib
 import json
 import os
 import platform
@@ -112,6 +113,32 @@ def test_the_report_says_which_versions_computed(project, slurmgpu):
     pytest.importorskip("matplotlib")
     pages.write_page(run, read_report(run), folder / "page.html")
     assert "torch 2.13.0+cpu, vllm 0.32.0</dd>" in (folder / "page.html").read_text()
+
+
+def test_the_report_alone_says_what_was_computed_from_what(project, slurmgpu):
+    """Years later, of a run whose directory has gone except for merged.h5 and report.json."""
+    settings = {"marks": "", "held": "https://ada:letmein@example.org/"}
+    folder = project(8, settings=settings)
+    path = folder / "slurmgpu.toml"
+    path.write_text('keep = ["text"]\n' + path.read_text())
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
+    told = json.loads((folder / "run" / "report.json").read_text())["provenance"]
+    plan, source = Run.open(folder / "run").plan, folder / "items.jsonl"
+    assert told == {
+        **plan.provenance,
+        "workload": plan.workload,
+        "settings": {"marks": "", "held": "https://•••@example.org/"},
+        "input": {
+            "format": "jsonl",
+            "n_files": 1,
+            "files": [{"path": str(source), "sha256": hashlib.sha256(source.read_bytes()).hexdigest()}],
+            "folders": [],
+        },
+        "input_digest": plan.input_digest,
+        "seed": plan.seed,
+        "batch_size": plan.batch_size,
+        "keep": {"text": "text"},
+    }
 
 
 def test_attempts_with_other_versions_are_told_apart():
