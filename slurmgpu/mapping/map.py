@@ -97,13 +97,12 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     """
     refuse_if_importing("slurmgpu.map")
     _refuse_unknown(resources)
-    base, is_batched = Path.cwd(), batch_size is not None
-    declared = _declared(columns) or annotated_types(function, batched=is_batched)
+    declared = _declared(columns) or annotated_types(function, batched=batch_size is not None)
     known = None if not declared or None in declared.values() else declared
     values = overrides_of(None, image, resources, overrides, profile)
-    table: dict[str, Any] = {"use": MAPPED, "batch_size": batch_size}
     _refuse_given_twice(values)
-    asked = read_run_file(GivenRunFile({"workload": table}, base, called=CALLED), values).resources
+    workload: dict[str, Any] = {"use": MAPPED, "batch_size": batch_size}
+    asked = read_run_file(GivenRunFile({"workload": workload}, Path.cwd(), called=CALLED), values).resources
     with contextlib.ExitStack() as open_ones:
         # Entered first, so that the background process imports its modules while this one plans.
         background = None
@@ -111,30 +110,16 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
             n_slots = allocate(asked, None).n_concurrent
             background = open_ones.enter_context(Background(asked.executor, n_slots, MAPPED))
         scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
-        argv = functions.arguments_read()
-        settings, files, modules, texts = _function(function, load, scratch, base, argv)
-        made, settings["items"] = _written(items, scratch)
-        target, former = _place(run_dir, name, functions.shown_name(function), base / "runs", open_ones)
-        named = os.fspath(items) if isinstance(items, str | os.PathLike) else None
-        settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
-        settings |= {} if argv is None else {"argv": argv}
-        tables = {"input": named, "workload": table, "settings": settings}
-        given = GivenRunFile(tables, base, made, files, modules, texts, CALLED)
+        given = _run_file(function, load, items, workload, known, scratch)
+        target, former = _place(run_dir, name, functions.shown_name(function), given.folder / "runs", open_ones)
         if names := index_names(items):
             log.warning("Items lack the frame's index, %s: pass frame.reset_index() to include it.", ", ".join(names))
-        draft = open_ones.enter_context(
-            draft_run(
-                given,
-                values,
-                target,
-                records=without_index(items) if is_table(items) else None,
-                most_shards=_most_shards,
-            )
-        )
+        records = without_index(items) if is_table(items) else None
+        draft = open_ones.enter_context(draft_run(given, values, target, records=records, most_shards=_most_shards))
         for note in (*draft.notes, *draft.plan.placement):
             log.warning("%s", note)
-        refuse_other_modules(draft.code.files, modules, base)
-        if "pickled" in settings:
+        refuse_other_modules(draft.code.files, given.modules, given.folder)
+        if "pickled" in draft.plan.settings:
             _refuse_other_python(draft)
             if asked.gpus and asked.device == "auto" and executor_named(asked.executor).queues:
                 _warn_of_cpu(function, load)
@@ -195,7 +180,27 @@ def _refuse_given_twice(values: Overrides) -> None:
             raise SlurmGPUError(f"{source}, {whole!r}, and {argument} set the same key. Leave one of them out.")
 
 
-def _function(
+def _run_file(
+    function: Callable[..., Any],
+    load: Callable[..., Any] | None,
+    items: Any,
+    workload: Mapping[str, Any],
+    columns: Mapping[str, Type] | None,
+    scratch: Path,
+) -> GivenRunFile:
+    """The call of `map` as a run file; `scratch` gets what moves into the run directory. None: columns are learnt."""
+    base, argv = Path.cwd(), functions.arguments_read()
+    settings, files, modules, texts = _functions(function, load, scratch, base, argv)
+    made, settings["items"] = _written(items, scratch)
+    settings["batched"] = workload["batch_size"] is not None
+    settings |= {"columns": columns} if columns else {"learn": True}
+    settings |= {} if argv is None else {"argv": argv}
+    named = os.fspath(items) if isinstance(items, str | os.PathLike) else None
+    tables = {"input": named, "workload": workload, "settings": settings}
+    return GivenRunFile(tables, base, made, files, modules, texts, CALLED)
+
+
+def _functions(
     function: Callable[..., Any],
     load: Callable[..., Any] | None,
     scratch: Path,
