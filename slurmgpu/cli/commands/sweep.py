@@ -22,7 +22,6 @@ from slurmgpu.executors.submission import Outcome
 from slurmgpu.inputs import sweeps
 from slurmgpu.operations.resubmit import Request
 from slurmgpu.operations.submit import (
-    Submitted,
     check_drafts,
     check_place,
     naming_submitted,
@@ -69,19 +68,13 @@ def submit(
             return _show_drafts(drafts, after, origins, as_json=as_json, inject=inject)
         check_drafts(drafts, after, inject)
         drafts.record()
-        queued: list[Submitted] = []
-        told: list[Mapping[str, Any]] = []
-        codes, n_queued = [0], 0
+        queued: list[tuple[Run, Outcome]] = []
+        done: list[tuple[int, Mapping[str, Any]]] = []
 
-        def conclude(made: Submitted) -> None:
-            nonlocal n_queued
-            assert made.outcome is not None
-            n_queued += made.outcome.report is None and not wait
+        def conclude(run: Run, outcome: Outcome) -> None:
             if not as_json:
-                result(f"{made.run.folder}:")
-            code, value = submitted.conclude(made.run, made.outcome, wait=wait, as_json=as_json)
-            codes.append(code)
-            told.append(value)
+                result(f"{run.folder}:")
+            done.append(submitted.conclude(run, outcome, wait=wait, as_json=as_json))
 
         for variant, draft in drafts.to_submit:
             say(f"{variant.name}: {_values_in_words(variant)}")
@@ -91,21 +84,21 @@ def submit(
             ):
                 drafts.record()  # another command may have left out what was not made yet
                 made = submit_draft(draft, after, follow.run, inject, tell=say)
+            assert made.outcome is not None
+            if made.outcome.report is None:
+                queued.append((made.run, made.outcome))
             # Others are queued before the first is waited for.
-            if wait and made.outcome is not None and made.outcome.report is None:
-                queued.append(made)
-            else:
-                conclude(made)
+            if made.outcome.report is not None or not wait:
+                conclude(made.run, made.outcome)
     drafts.record()
-    for made in queued:
-        conclude(made)
-    codes += [_wait_for_end(run) for run in (drafts.there if wait else ())]
-    typed = shlex.quote(str(variants.folder))
+    for run, outcome in queued if wait else ():
+        conclude(run, outcome)
+    codes = [code for code, _ in done] + [_wait_for_end(run) for run in (drafts.there if wait else ())]
     if as_json:
-        result_json({"folder": str(variants.folder), "runs": told})
+        result_json({"folder": str(variants.folder), "runs": [told for _, told in done]})
     else:
-        result(f"next: slurmgpu {'status' if n_queued else 'report'} {typed}")
-    return max(codes)
+        result(f"next: slurmgpu {'status' if queued and not wait else 'report'} {shlex.quote(str(variants.folder))}")
+    return max(codes, default=EXIT_COMPLETE)
 
 
 def _wait_for_end(run: Run) -> int:
