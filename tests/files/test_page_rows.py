@@ -141,6 +141,23 @@ def test_odd_numbers_have_a_distribution_or_none(tmp_path, values):
     assert rows_of(made, {"not_finite": None}).columns[0].picture is None or finite
 
 
+def test_a_bin_counts_the_values_between_its_edges():
+    found = distributions._spread(np.arange(25.0))
+    assert (found.counts, found.edges) == ([1] * 23 + [2], list(range(25)))
+    alone = distributions._spread(np.array([5.0, 5.0]))
+    assert (alone.counts, alone.edges[0], alone.edges[-1]) == ([2] + [0] * 23, 5.0, 6.0)
+
+
+def test_bytes_and_values_of_several_types_have_the_lengths_that_they_have(tmp_path):
+    columns = {"code": Array("S4"), "mixed": Json(), "nothing": Json()}
+    rows = [{"code": b"ab", "mixed": each, "nothing": None} for each in (1, "four", [1, 2])]
+    made = published_run(tmp_path / "run", columns, rows)
+    code, mixed, nothing = rows_of(made, merge(made)).columns
+    assert (code.type_name, code.numbers, code.lengths) == ("array bytes32", "", "always 2")
+    assert (mixed.type_name, mixed.numbers, mixed.lengths) == ("json", "", "2 to 4, median 2")
+    assert (nothing.type_name, nothing.numbers, nothing.lengths, nothing.missing) == ("json", "", "", "3")
+
+
 def test_integers_of_json_beyond_a_float_are_left_out_of_the_distribution(tmp_path):
     made = published_run(tmp_path / "run", {"x": Json()}, [{"x": value} for value in (10**400, 1, 2.5)])
     report = merge(made)

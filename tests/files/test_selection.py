@@ -306,10 +306,18 @@ def test_columns_that_there_are_not_and_formats_of_whole_runs_are_refused(run, t
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
+def nested(levels):
+    """A number within alternating lists and records, and its type."""
+    value, kind = 1, pa.int64()
+    for level in range(levels):
+        value, kind = ({"n": value}, pa.struct([("n", kind)])) if level % 2 else ([value], pa.large_list(kind))
+    return value, kind
+
+
 JSON_VALUES = {
     "text": (["q0", "ü", None], pa.large_string()),
     "whole": ([1, None, -(2**63)], pa.int64()),
-    "number": ([1, 2.5, None], pa.float64()),
+    "number": ([-(2**53), 2.5, None], pa.float64()),
     "flag": ([True, None, False], pa.bool_()),
     "list": ([["a"], [], [None, "b"]], pa.large_list(pa.large_string())),
     "lists": ([[[1]], [[], [2.5]], None], pa.large_list(pa.large_list(pa.float64()))),
@@ -321,10 +329,16 @@ JSON_VALUES = {
     "mixed": ([1, "1", None], None),
     "flag and number": ([True, 1, 0], None),
     "rounded": ([2**53 + 1, 0.5, None], None),
+    "rounded below": ([-(2**53) - 1, 0.5], None),
     "huge": ([2**63, 1, 1], None),
     "nothing": ([None, None, None], None),
     "empty record": ([{}, {}, {}], None),
+    "empty record within": ([{"n": 1, "t": {}}], None),
+    "list of empty records": ([[{}], []], None),
     "dictionary": ([{f"k{n}": 1} for n in range(3)] + [{f"k{n}": n for n in range(300)}], None),
+    "fields": ([{f"k{n}": n for n in range(257)}], None),
+    "deepest": ([nested(16)[0]], nested(16)[1]),
+    "too deep": ([nested(17)[0]], None),
     "late": (["a"] * 20 + [1], None),
 }
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -174,6 +175,48 @@ def test_the_next_submission_keeps_what_the_last_one_had_unless_something_else_i
     assert found.inject == ()  # failed items must not fail for the same reason
     assert notes == ["learnt with {'mem': '2G'}"]
     assert resubmission.next_submission(run, {"executor": "debug"})[0].inject == ()
+
+
+def test_a_resubmission_is_checked_with_the_container_that_it_will_have(run, monkeypatch):
+    def drafted(planned, last):
+        submission, planning = replace(NEXT, container=last), replace(run, plan=replace(run.plan, container=planned))
+        monkeypatch.setattr(resubmit.resubmission, "next_submission", lambda *_, **__: (submission, ["learnt"]))
+        return resubmit._draft(planning, resubmit.Request()), checked[-2:]
+
+    checked = []
+    again = lambda container, run_file, given: ({**container, "home": "none"}, ["[container] has changed"])  # noqa: E731
+    monkeypatch.setattr(resubmit.former, "code_now", lambda *_, **__: ({"digest": "now"}, ["edited"]))
+    monkeypatch.setattr(resubmit, "contain_again", again)
+    monkeypatch.setattr(resubmit, "check_image", lambda container: checked.append(("image", container)))
+    executor = SimpleNamespace(check=lambda its, container: checked.append((its.container, container)))
+    monkeypatch.setattr(resubmit, "executor_named", {"spool": executor}.__getitem__)
+    planned, last = {"image": "/planned.sif"}, {"image": "/last.sif"}
+    for given in ((planned, None), (planned, last)):
+        found, its_checks = drafted(*given)
+        now = {**(given[1] or planned), "home": "none"}
+        assert (found.submission.container, found.submission.code) == (now, {"digest": "now"})
+        assert its_checks == [("image", now), (now, now)]
+        assert (found.changed, found.notes) == (["edited"], ["learnt", "[container] has changed"])
+    found, its_checks = drafted(None, None)
+    assert (found.submission.container, its_checks[1:], found.notes) == (None, [(None, None)], ["learnt"])
+    assert (found.again, found.missing[0], found.missing[-1]) == (Recompute(2, {}), 167, run.plan.n_shards - 1)
+
+
+def test_while_tasks_live_a_resubmission_is_refused_and_so_is_its_dry_run(run, monkeypatch):
+    def refuse(run, to_do, force):
+        if not force:
+            raise SlurmGPUError(f"{run.folder} is still running. Before you {to_do}, wait for its end.")
+
+    def draft(*_, **__):
+        raise SlurmGPUError("It is drafted.")
+
+    monkeypatch.setattr(resubmit.live_tasks, "refuse_alive", refuse)
+    monkeypatch.setattr(resubmit, "_draft", draft)
+    monkeypatch.setattr(resubmit, "start", lambda run, prepare, on_tick, tell: prepare(None))
+    for call in (resubmit.resubmit, resubmit.foresee):
+        for force, said in ((False, "Before you resubmit"), (True, "It is drafted")):
+            with pytest.raises(SlurmGPUError, match=said):
+                call(run, resubmit.Request(), force=force)
 
 
 @pytest.mark.parametrize("is_again", [True, False])

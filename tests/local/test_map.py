@@ -373,9 +373,12 @@ def test_failed_items_are_computed_by_a_corrected_function(capsys, caplog):
     assert capsys.readouterr().out.endswith(f"in Python, with the edited function, by: {line}\n")
     caplog.clear()
     kept = run.resubmit(failed=True)  # the same function fails again, which is said
+    assert "computed with the function that is stored" in caplog.text
     assert line in caplog.text
     assert kept.report()["n_errors"] == 2
+    caplog.clear()
     corrected = run.resubmit(failed=True, function=same)
+    assert "computed with the function that is stored" not in caplog.text
     assert "`function` is another function. New rows are computed by" in caplog.text
     assert [row["result"] for row in run.rows()] == [5, 10, 2, 10]
     former, now = corrected.report()["code"]

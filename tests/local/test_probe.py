@@ -322,6 +322,21 @@ def test_ctrl_c_at_the_question_queues_nothing_and_says_so(project):
     assert not (folder / "run").exists()
 
 
+def test_a_probe_is_one_task_and_tells_nobody_of_its_end(project):
+    mail, tells = {"mail-type": "END", "mem": "1G"}, {"on_end": "true", "auto_resubmit": 2, "html": True}
+    resources = {"executor": "slurm", "gpus": 8, "array": True, "gpus_per_task": 2}
+    folder = project(100, **tells, slurm=mail, merge=mail, track={"to": ["mlflow:runs"]}, resources=resources)
+    with draft_run(folder / "slurmgpu.toml", {}) as draft:
+        whole = replace(draft.plan, summarizes=True)
+        small = draft_probe(replace(draft, plan=whole), 8)
+    plan = small.plan
+    assert (plan.auto_resubmit, plan.on_end, plan.html, plan.track, plan.summarizes) == (0, None, False, (), False)
+    assert (whole.auto_resubmit, whole.on_end, whole.html, whole.track) == (2, "true", True, ["mlflow:runs"])
+    assert dict(plan.slurm) == dict(plan.merge) == {"mem": "1G"}
+    assert (small.resources.gpus, small.resources.array, small.resources.tasks) == (2, False, 1)
+    assert {key: plan.resources[key] for key in ("gpus", "array", "tasks")} == {"gpus": 2, "array": False, "tasks": 1}
+
+
 # On Slurm
 
 
