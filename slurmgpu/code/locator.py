@@ -69,6 +69,11 @@ class Locator:
         self._tops: set[str] = set()
         invalidate_caches()
 
+    @property
+    def packages(self) -> set[str]:
+        """The requested packages that are not the user's; with an image, those of them that are bound into it."""
+        return self.foreign if self._packages is None else self.bound_in
+
     def search_first(self, folder: Path) -> None:
         """Search a folder before all others, as Python does with a script's own folder."""
         if str(folder) not in self.folders:

@@ -87,9 +87,8 @@ class Tracer:
         read = self._read_files(files)
         modules = [name for file in files for name in file.modules]
         spaces = {space for space in self.code.namespaces if any(name.startswith(f"{space}.") for name in modules)}
-        packages = frozenset(self._locator.foreign if self.scope.packages is None else self._locator.bound_in)
         notes = self.scope.notes.sentences(read, self.code.compiled, self._locator.elsewhere)
-        return Trace(files, read, tuple(sorted(spaces)), packages, notes)
+        return Trace(files, read, tuple(sorted(spaces)), frozenset(self._locator.packages), notes)
 
     def _follow(self, file: KeptFile) -> None:
         """Read a file, and add what it imports and names."""
@@ -155,7 +154,7 @@ class Tracer:
         for path in todo:
             tracer.code.add_script(path, is_started=resolved[path])
         found = tracer.finish()
-        self._locator.foreign |= tracer._locator.foreign
+        self._locator.packages.update(found.packages)
         run = {file.path: ReadFile(file.name, file.path, file.sha256) for file in found.files}
         return run | {file.path: file for file in found.read}
 

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy
 import pytest
 
 from slurmgpu.code import kept_files, names_in_shell, read_files
@@ -182,6 +183,13 @@ def test_programs_that_run_from_disk_are_followed_with_what_they_import_start_an
     assert found.packages == {"numpy"}
     left_out = f"{tmp_path}/run.py, line 4, imports a module whose name is computed at run time. "
     assert [note for note in found.notes if left_out in note]
+
+
+def test_packages_in_an_image_that_a_program_from_disk_imports_are_among_those_of_the_code(tmp_path):
+    write(tmp_path, {"run.py": "import numpy, h5py\n", "one.sh": "python run.py\n"})
+    tracer = Tracer(Scope(tmp_path, [("packages/numpy", str(Path(numpy.__file__).parent))]))
+    tracer.code.add_script(tmp_path / "one.sh")
+    assert tracer.finish().packages == {"numpy"}
 
 
 def test_programs_from_disk_search_the_folders_that_the_run_searches(tmp_path):
