@@ -9,6 +9,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.models.source import find_model
+from tests.support.command_line import CommandLine
 from tests.support.tiny_models import make_wide_adder
 
 
@@ -31,6 +32,18 @@ def vllm(wide_adder):
     opened = open_on_cpu("vllm", wide_adder)
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="module")
+def calls(vllm):
+    """The command line by a Python that has imported vLLM, which takes ten seconds of a processor.
+
+    vLLM looks at a model's class in a process of its own, unless it finds in its cache what it saw there.
+    """
+    modules = ["vllm.entrypoints.llm", "slurmgpu.llm.vllm_engine.engine"]
+    forking = CommandLine(imports=modules, env={"VLLM_CACHE_ROOT": str(vllm._node.cache)})
+    yield forking
+    forking.close()
 
 
 @pytest.fixture(scope="session")

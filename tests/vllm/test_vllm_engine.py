@@ -4,10 +4,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,9 +22,10 @@ from slurmgpu.workloads.collect.workload import Collect
 from slurmgpu.workloads.generate.workload import Generate
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.score.workload import Score
+from tests.gpu.findings import HELD
 from tests.support.byte_models import THINKING, make_byte_llama
 from tests.support.engines import by_id, load_on_cpu, texts, tokens_of
-from tests.support.runs import kill_workers, published, start, wait_until, workers
+from tests.support.runs import kill_workers, published, wait_until, workers
 from tests.support.tiny_heads import make_head
 from tests.support.tiny_models import make_llama, make_qwen3, sentence, sum_steps
 from tests.vllm.conftest import open_on_cpu
@@ -259,12 +256,13 @@ n = 2
 """
 
 
-def test_a_run_whose_worker_is_killed_has_the_rows_that_another_process_has(monkeypatch, vllm, tmp_path, wide_adder):
+def test_a_run_whose_worker_is_killed_has_the_rows_that_another_process_has(
+    monkeypatch, vllm, calls, tmp_path, wide_adder
+):
     (tmp_path / "slurmgpu.toml").write_text(RUN.format(model=wide_adder))
     data = [{"a": a, "b": b} for a, b in sums(40)]
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(each) + "\n" for each in data))
-    environ = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    killed = start("submit", "--executor", "local", "--gpus", "0", "--tasks", "1", cwd=tmp_path, **environ)
+    killed = calls.start("submit", "--executor", "local", "--gpus", "0", "--tasks", "1", cwd=tmp_path)
     wait_until(lambda: len(published(tmp_path)) > 1, "two shards")
     assert kill_workers(tmp_path) == 1
     said, _ = killed.communicate(timeout=300)
@@ -356,34 +354,29 @@ def test_a_context_that_the_cache_has_no_room_for_is_shortened_or_refused_in_a_s
 
 
 SPLIT = """
-    import os, signal, sys
-    from tests.vllm.conftest import open_on_cpu
-    from slurmgpu.llm.interface.engine import Prompt, Request, Sampling
-    from slurmgpu.util.shared_memory import used_by
+import os, signal, sys, tempfile
+from tests.vllm.conftest import open_on_cpu
+from slurmgpu.llm.interface.engine import Prompt, Request, Sampling
+from slurmgpu.util.shared_memory import used_by
 
-    if __name__ == "__main__":
-        engine = open_on_cpu("vllm", sys.argv[1], gpus=2)
-        asked = [Request(n, Prompt(text), Sampling(max_tokens=40)) for n, text in enumerate(sys.argv[3:])]
-        for output in sorted(engine.generate(asked), key=lambda output: output.id):
-            print("answer", output.text.replace("\\n", "|"), flush=True)
-        print("uses", *used_by(os.getpid()), flush=True)
-        if sys.argv[2] == "kill":
-            os.kill(0, signal.SIGKILL)  # as a task ends its worker: with all that it has started
-        engine.close()
+os.setsid()
+tempfile.tempdir = None  # it is the one of TMPDIR
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else both processes compile how they look up embeddings
+engine = open_on_cpu("vllm", sys.argv[1], gpus=2)
+asked = [Request(n, Prompt(text), Sampling(max_tokens=40)) for n, text in enumerate(sys.argv[3:])]
+for output in sorted(engine.generate(asked), key=lambda output: output.id):
+    print("answer", output.text.replace("\\n", "|"), flush=True)
+print("uses", *used_by(os.getpid()), flush=True)
+if sys.argv[2] == "kill":
+    os.kill(0, signal.SIGKILL)  # as a task ends its worker: with all that it has started
+engine.close()
 """
 
 
-def split(tmp_path, folder, how):
+def split(calls, tmp_path, folder, how):
     """What a model in two processes answers, and what stays of its shared memory when it is ended."""
-    (tmp_path / "split.py").write_text(textwrap.dedent(SPLIT))
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "split.py"), str(folder), how, *(f"{a}+{b}=" for a, b in sums(4))],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        start_new_session=True,
-    )
+    asked = [f"{a}+{b}=" for a, b in sums(4)]
+    done = calls.code(SPLIT, folder, how, *asked, expect=None, TMPDIR=str(tmp_path))
     found = [line.removeprefix("answer ") for line in done.stdout.splitlines() if line.startswith("answer ")]
     assert found == [sum_steps(a, b).replace("\n", "|") for a, b in sums(4)], done.stderr[-4000:]
     [used] = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("uses ")]
@@ -392,9 +385,9 @@ def split(tmp_path, folder, how):
 
 
 def test_a_split_model_says_the_same_and_what_it_leaves_when_killed_is_removed_by_the_next(
-    monkeypatch, tmp_path, wide_adder
+    monkeypatch, calls, tmp_path, wide_adder
 ):
-    left = split(tmp_path, wide_adder, "kill")
+    left = split(calls, tmp_path, wide_adder, "kill")
     assert any(name.startswith("psm_") for name in left)
     monkeypatch.setattr(vllm_node.tempfile, "tempdir", str(tmp_path))
     vllm_node.NodePlace().close()
@@ -402,39 +395,47 @@ def test_a_split_model_says_the_same_and_what_it_leaves_when_killed_is_removed_b
 
 
 @pytest.mark.nightly
-def test_a_split_model_that_is_closed_leaves_no_shared_memory(tmp_path, wide_adder):
-    assert not split(tmp_path, wide_adder, "close")
+def test_a_split_model_that_is_closed_leaves_no_shared_memory(calls, tmp_path, wide_adder):
+    assert not split(calls, tmp_path, wide_adder, "close")
 
 
 FAILING = """
-    import sys
-    from tests.vllm.conftest import open_on_cpu
-    from slurmgpu.errors import WorkerBrokenError
-    from slurmgpu.llm.interface.engine import Prompt, Request, Sampling
+import sys
+from tests.vllm.conftest import open_on_cpu
+from slurmgpu.errors import WorkerBrokenError
+from slurmgpu.llm.interface.engine import Prompt, Request, Sampling
 
-    if __name__ == "__main__":
-        engine = open_on_cpu("vllm", sys.argv[1])
-        executor = engine._llm.llm_engine.engine_core.engine_core.model_executor
+engine = open_on_cpu("vllm", sys.argv[1])
+executor = engine._llm.llm_engine.engine_core.engine_core.model_executor
 
-        def fail(*_, **more):
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+def fail(*_, **more):
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 
-        executor.execute_model = fail
-        try:
-            list(engine.generate([Request(0, Prompt("47+85="), Sampling(max_tokens=4))]))
-        except WorkerBrokenError as error:
-            print(error)
+executor.execute_model = fail
+try:
+    list(engine.generate([Request(0, Prompt("47+85="), Sampling(max_tokens=4))]))
+except WorkerBrokenError as error:
+    print(error)
 """
 
 
-def test_a_step_that_fails_ends_the_worker_as_vllm_would_never_end_another_call(tmp_path, wide_adder):
-    (tmp_path / "failing.py").write_text(textwrap.dedent(FAILING))
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "failing.py"), str(wide_adder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+def test_a_step_that_fails_ends_the_worker_as_vllm_would_never_end_another_call(calls, wide_adder):
+    done = calls.code(FAILING, wide_adder)
     said = "vLLM failed, and cannot continue: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
     assert said in done.stdout, done.stderr[-4000:]
+
+
+FINDING = """
+import sys
+from pathlib import Path
+from tests.gpu.findings import Machine
+from tests.gpu.llm import vllm_answers_as_fp32
+from tests.gpu.part import run
+
+print(run(vllm_answers_as_fp32, Machine("cpu", 0, Path(sys.argv[1])))[0])
+"""
+
+
+def test_the_finding_of_the_proof_on_a_gpu_runs_on_a_cpu(calls, tmp_path):
+    done = calls.code(FINDING, tmp_path)
+    assert f"'verdict': '{HELD}'" in done.stdout, done.stdout
