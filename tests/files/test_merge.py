@@ -317,6 +317,13 @@ def test_failed_items_are_computed_again_and_no_others(run):
     assert (by["attempt"], by["revisions"][0]["items"]) == ("local1_0.0", [[6, 7], [8, 9]])
 
 
+def test_a_damaged_shard_keeps_no_failed_item_of_others_from_being_computed_again(run):
+    publish_all(run)
+    publish(run, 3, failed={15})
+    os.truncate(run.shard_path(1), 100)
+    assert failed_again(run, 2).shards.keys() == {3}
+
+
 def test_failed_items_are_looked_for_where_the_merged_file_does_not_rule_them_out(run, monkeypatch):
     """Opening each of 100,000 small shards takes ten seconds."""
     for shard in range(4):
@@ -922,6 +929,7 @@ def test_failed_items_alone_are_computed_again_where_a_listing_lacks_their_shard
     publish(run, 1, failed={6})
     real = os.listdir
     monkeypatch.setattr(os, "listdir", lambda *at: [name for name in real(*at) if not name.startswith("00001")])
+    assert failed_again(run, 2).shards.keys() == {1}
     former = former_rows(run, 1, 1, COLUMNS)
     assert [isinstance(row, ItemError) for row in former.rows] == [False, True, False, False, False]
 
