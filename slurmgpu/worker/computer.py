@@ -17,7 +17,6 @@ from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.names import title_of
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import LOADING, POLICIES
-from slurmgpu.run.records import ALL_FAIL
 from slurmgpu.shards.columns import Column
 from slurmgpu.util.broken_process import is_used_up
 from slurmgpu.util.chance import CHANCE
@@ -25,6 +24,7 @@ from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.out_of_memory import free_memory
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import INTERRUPTED, NOT_ASKED, Failure, attempt
+from slurmgpu.worker.first_calls import FirstCalls
 from slurmgpu.worker.item_copies import own_copies
 from slurmgpu.worker.preparer import Preparer
 from slurmgpu.worker.returned_rows import RowConverter, as_list
@@ -151,10 +151,8 @@ class Computer:
     is_enough: Callable[[int], bool] = lambda n_failed: False
     tell: Callable[[str], None] = lambda text: None
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
-    _ways: set[tuple[str, ...] | None] = field(default_factory=set)
     _has_computed: bool = False
-    _has_row: bool = False
-    _has_told: bool = False
+    _first_calls: FirstCalls = field(init=False)
     _preparer: Preparer | None = field(init=False)
     _converter: RowConverter = field(init=False)
 
@@ -163,6 +161,7 @@ class Computer:
         self._converter = RowConverter(title, self.columns, self.workload.explain_misfit)
         prepare = self.workload.prepare
         self._preparer = None if prepare is None else Preparer(prepare)
+        self._first_calls = FirstCalls(self.doubts, self.tell)
 
     def close(self) -> None:
         """End the thread that prepares items, if there is one."""
@@ -330,7 +329,7 @@ class Computer:
             self._preparer.keep(items)  # first: if another preparation ends the process, these items are not to blame
         self.on_batch([item.index for item in items], isolated, ahead[0].index if ahead else None)
         failure = self._call(items, ahead, shard)
-        all_fail = self._note_way(failure or self._common_failure(items, shard))
+        all_fail = self._first_calls.note(failure or self._common_failure(items, shard))
         if failure is None:
             self._put_rows_off(items, shard, isolated=isolated)
             return
@@ -368,36 +367,15 @@ class Computer:
         for item in CHANCE.sample(items, len(items)):
             del left[item.index]
             self._call_narrowing([item], shard)
-            if not self._fails_for_all(failure):
+            if not self._first_calls.fail_alike(failure):
                 break
         return list(left.values())
 
     def _common_failure(self, items: Sequence[Item], shard: _Shard) -> Failure | None:
         """The failure of all rows of a call, if there is no good row yet."""
-        if self._has_row or not self.keeps_rows:
+        if self._first_calls.has_row or not self.keeps_rows:
             return None
         return common_failure([Computed({item.index: shard.done.rows[item.index] for item in items})])
-
-    def _note_way(self, failure: Failure | None) -> bool:
-        """Note how all items of a call failed, or that some did not; return whether all so far failed in that way."""
-        if failure is None:
-            self._has_row = True
-            if self._has_told:
-                self._has_told = False
-                self.tell("")
-            return False
-        if not self._has_row and len(self._ways) < 2:
-            self._ways.add(failure.way)
-        all_fail = self._fails_for_all(failure)
-        if all_fail and not self._has_told and failure.retry_after is None:
-            self._has_told = True
-            self.tell(f"{ALL_FAIL}: {failure.first_line}")
-        return all_fail
-
-    def _fails_for_all(self, failure: Failure) -> bool:
-        """Whether all items so far failed in this way, and the worker doubts that the workload works."""
-        is_alike = not self._has_row and failure.way is not None and self._ways == {failure.way}
-        return is_alike and failure.kind == "item_error" and self.doubts()
 
     def _put_items_off(self, items: Sequence[Item], failure: Failure, shard: _Shard, *, isolated: bool) -> None:
         """Postpone these items, which failed in one call, to be computed again in one call."""

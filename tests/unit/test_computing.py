@@ -871,7 +871,7 @@ def test_ways_to_fail_are_kept_only_until_a_call_has_not_failed():
 
     computer = Computer(adapt(Recorder(function), "Recorder"), "Recorder", columns=COLUMNS, batch_size=1)
     computer.compute(computer.take_in([Item(index, {}) for index in range(9)]), History())
-    assert not computer._ways
+    assert not computer._first_calls._ways
 
 
 @pytest.mark.parametrize(
