@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bdb
+import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from slurmgpu.util.broken_process import is_broken, says_used_up
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described, is_of_network, message_of, trace_of
 from slurmgpu.util.forks import ending_forks
+from slurmgpu.worker import groups
+from slurmgpu.worker.groups import Group, PeersMissingError
+
+log = logging.getLogger("slurmgpu.worker")
 
 ERROR_LENGTH = 4000
 """Longest `error` of an item, in characters."""
@@ -72,6 +77,21 @@ def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
         return INTERRUPTED
     failures = [way for way in ways if way is not None]
     return next((way for way in failures if way != INTERRUPTED), NOT_ASKED if failures else None)
+
+
+def settle_together(failure: Failure | None, group: Group, *, is_asked: bool) -> Failure | None:
+    """As `settle`, given how a call ended on this rank; WorkerBrokenError if another rank does not answer."""
+    if group.world_size == 1:
+        return settle([failure], is_asked=is_asked)
+    patience_s = groups.PARTING_PATIENCE_S if failure == INTERRUPTED else groups.PEER_PATIENCE_S
+    try:
+        said = group.gather([failure and asdict(failure), is_asked], patience_s if failure else None)
+    except PeersMissingError as error:
+        alone = Failure.from_json(error.value[0])
+        if error.rank == group.rank and alone.trace:
+            log.error("%s", alone.trace)
+        raise WorkerBrokenError(f"{alone.message}; {error}") from error
+    return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
 
 
 def attempt(function: Callable[[], Any], n_items: int, *, folder: str, resumes: bool) -> tuple[Any, Failure | None]:

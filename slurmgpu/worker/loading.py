@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slurmgpu.code import importer
 from slurmgpu.errors import GPUFaultError, SlurmGPUError
 from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.build import build
@@ -87,3 +88,18 @@ def load_together(load: Callable[[], Adapted], group: Group) -> Adapted:
         raise failure
     assert loaded is not None
     return loaded
+
+
+def log_outside(plan: Plan, code: str | None, logged: Sequence[str] = ()) -> list[str]:
+    """Log imported files of the user that the snapshot `code` lacks, such as dynamically named modules.
+
+    Returns all such files; those that were `logged` already are not logged again.
+    """
+    if code is None:
+        return []
+    outside, bypassed = importer.outside(Path(plan.search_path)), importer.bypassed()
+    if new := [file for file in outside if file not in logged]:
+        log.warning("not in the snapshot of the code, so the current file was imported: %s", ", ".join(new))
+    if new := [file for file in bypassed if file not in logged]:
+        log.warning("imported from disk by another loader, not from the snapshot of the code: %s", ", ".join(new))
+    return [*outside, *bypassed]

@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurmgpu.code import importer
@@ -36,14 +36,13 @@ from slurmgpu.util.exceptions import described
 from slurmgpu.util.logging import enable_own_loggers
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import retried
-from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
-from slurmgpu.worker.call_failures import INTERRUPTED, Failure, settle
+from slurmgpu.worker.call_failures import Failure, settle_together
 from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer
 from slurmgpu.worker.deadline import Deadline
-from slurmgpu.worker.groups import Group, PeersMissingError
+from slurmgpu.worker.groups import Group
 from slurmgpu.worker.item_reader import ItemReader
-from slurmgpu.worker.loading import device_of, load_together, load_workload
+from slurmgpu.worker.loading import device_of, load_together, load_workload, log_outside
 from slurmgpu.worker.logged_values import LoggedValues, noted_number
 from slurmgpu.worker.lookahead import Lookahead, Taken
 from slurmgpu.worker.parts import Parts
@@ -120,7 +119,7 @@ class Worker:
             enable_own_loggers()
             if self.assignment.inject:
                 workload = self._inject(workload)
-            outside = self._log_outside()
+            outside = log_outside(plan, self.assignment.code)
             importer.present_files().look_at_read_files()
             self._resumes, self._takes_one = workload.resumes, workload.takes_one
             self._unpublished.is_trusted = self._resumes  # an item takes too long for others to wait
@@ -150,7 +149,7 @@ class Worker:
                 if self._lookahead is not None:
                     gc.unfreeze()
                 self._publisher.close()
-            self._log_outside(outside)
+            log_outside(plan, self.assignment.code, outside)
 
     def _computer(self, workload: Adapted, columns: Mapping[str, Column]) -> Computer:
         plan = self.run.plan
@@ -181,18 +180,6 @@ class Worker:
         except (WorkerFailedError, WorkerBrokenError):
             self._publisher.end()  # what was computed before is not lost
             raise
-
-    def _log_outside(self, logged: Sequence[str] = ()) -> list[str]:
-        """Log imported files of the user that the snapshot lacks, such as dynamically named modules."""
-        if self.assignment.code is None:
-            return []
-        files = importer.outside(Path(self.run.plan.search_path))
-        if new := [file for file in files if file not in logged]:
-            log.warning("not in the snapshot of the code, so the current file was imported: %s", ", ".join(new))
-        bypassed = importer.bypassed()
-        if new := [file for file in bypassed if file not in logged]:
-            log.warning("imported from disk by another loader, not from the snapshot of the code: %s", ", ".join(new))
-        return [*files, *bypassed]
 
     def _take_and_compute(self, computer: Computer, reader: ItemReader) -> None:
         for taken in self._shards():
@@ -323,22 +310,12 @@ class Worker:
         return self.run.items_of(shard)
 
     def _agree(self, failure: Failure | None) -> Failure | None:
-        """The end of a call of the workload for the group, see `settle`."""
+        """How a call of the workload ended for the whole group."""
         if failure is None and self.group.world_size == 1:
             return None
         has_left = self._parts is not None and self._parts.has_left
         is_asked = has_left or (self.group.leads and self._shall_leave())
-        if self.group.world_size == 1:
-            return settle([failure], is_asked=is_asked)
-        patience_s = groups.PARTING_PATIENCE_S if failure == INTERRUPTED else groups.PEER_PATIENCE_S
-        try:
-            said = self.group.gather([failure and asdict(failure), is_asked], patience_s if failure else None)
-        except PeersMissingError as error:
-            alone = Failure.from_json(error.value[0])
-            if error.rank == self.group.rank and alone.trace:
-                log.error("%s", alone.trace)
-            raise WorkerBrokenError(f"{alone.message}; {error}") from error
-        return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
+        return settle_together(failure, self.group, is_asked=is_asked)
 
     def _publish_all(self, *, weighed: bool = True) -> bool:
         """Publish the shards that are held back, see `Unpublished.take`.
