@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.containers.settings import ContainerRecord
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.interface import Started
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import NO_GRES, Submission
 from slurmgpu.slurm import commands, queue
 
 HERE = Path(__file__).resolve().parent.parent
@@ -30,6 +31,11 @@ class Manual(Slurm):
         """The submission within this cluster's limits, if these are known."""
         from slurmgpu.executors.slurm_preview import respect_limits
 
+        if submission.slurm.get("gres") == NO_GRES:
+            raise SlurmGPUError(
+                'gres = "none" under [slurm] is for `slurmgpu submit`: a task by hand takes the GPUs that Slurm gives '
+                "its job, and would find none."
+            )
         asked, notes = replace(submission, executor=Slurm.name), []
         if commands_first := [*asked.sbatch_options.get("setup", ()), *asked.merge_options.get("setup", ())]:
             typed = "; ".join(dict.fromkeys(commands_first))

@@ -139,6 +139,8 @@ def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = (), u
         remedy = _let_back_in(excluded)
         if "SubmitJob" in said:  # QOSMaxSubmitJobPerUserLimit, AssocGrpSubmitJobsLimit …
             remedy += "Your other jobs in the queue count as well: wait until they end, or submit fewer tasks. "
+        if "Invalid generic resource" in said:
+            remedy += 'Where GPUs come with a partition or constraint alone, set gres = "none" under [slurm]. '
         raise SlurmGPUError(
             f"Slurm refuses the {job} job: {said}. {undone}{remedy}Correct [slurm], [merge] or [resources]."
         ) from error

@@ -115,6 +115,10 @@ class SubmissionLine(_Number, Jobs, DirectoryId, total=False):
     ticks: list[int | None]
 
 
+NO_GRES = "none"
+"""`gres` of [slurm] on a cluster whose Slurm knows no GPUs: a task has the GPUs of its node."""
+
+
 @dataclass(frozen=True)
 class Submission:
     """One array job and its merge job, or the same on this machine.
@@ -150,6 +154,10 @@ class Submission:
     def sbatch_options(self) -> dict[str, Any]:
         """[slurm], as `given`, with the nodes to exclude."""
         options = given(self.slurm)
+        if options.get("gres") == NO_GRES:
+            del options["gres"]
+            if "exclusive" not in self.slurm:
+                options["exclusive"] = True  # two tasks on a node would take the same GPUs
         if self.exclude:
             options["exclude"] = ",".join(part for part in (str(options.get("exclude") or ""), *self.exclude) if part)
         return options
@@ -161,8 +169,8 @@ class Submission:
 
     @property
     def whole_gpus_per_task(self) -> int:
-        """The GPUs that Slurm is asked for: none if each task gets a part of one."""
-        return 0 if self.shares_gpus else self.gpus_per_task
+        """The GPUs that Slurm is asked for: none if each task gets a part of one, or all GPUs of its node."""
+        return 0 if self.shares_gpus or self.slurm.get("gres") == NO_GRES else self.gpus_per_task
 
     @property
     def walltime_s(self) -> float | None:

@@ -98,6 +98,26 @@ def test_gpus_are_asked_for_beside_a_gres_that_names_none(written, gres, asks_be
     assert ("--gpus-per-node=2" in options) is asks_beside
 
 
+def test_a_cluster_that_knows_no_gpus_is_asked_for_a_node_of_its_own_and_for_no_gpu(written):
+    """There GPUs come with a partition or a constraint; tasks on one node would all take its first GPU."""
+    asked = {"gres": "none", "partition": "gpu-a100"}
+    script = written(gpus_per_task=3, gpu_type="a100", slurm=asked)["array"]
+    assert {"--exclusive", "--partition=gpu-a100"} <= flags(script)
+    assert not [flag for flag in flags(script) if flag.startswith(("--gpus", "--gres"))]
+    whole = written(gpus_per_task=3, slurm={**asked, "exclusive": False})["array"]
+    assert "--exclusive" not in flags(whole)
+    by_hand = Submission(1, "manual", "auto", 1, 1, 3, slurm=asked)
+    with pytest.raises(SlurmGPUError, match="would find none"):
+        manual.Manual().fit(by_hand, None)
+
+
+def test_who_asks_for_gpus_where_slurm_knows_none_is_told_how_to_leave_that_out(pretending, tmp_path):
+    pretending("srun", "exit 1")
+    pretending("sbatch", "echo 'sbatch: error: Invalid generic resource (gres) specification' >&2; exit 1")
+    with pytest.raises(SlurmGPUError, match='set gres = "none" under'):
+        slurm_jobs.submit(planned_run(tmp_path / "run"), Submission(1, "slurm", "auto", 1, 1, 1), "")
+
+
 def test_a_step_has_the_variables_of_the_script_whatever_sbatch_exports(written):
     for script in written(slurm={"export": "NONE"}, merge={"export": "FOO=7"}).values():
         assert "--export=ALL" in step(script)
