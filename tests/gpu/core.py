@@ -89,7 +89,7 @@ def the_probe_finds_the_gpus(machine: Machine) -> str:
     return hold(refuses and knows, f"{named or 'none'}; one more: {too_many}; none visible: {none}")
 
 
-@finding()
+@finding(limit_s=45)  # it is the first to import torch, perhaps from a slow disk
 def the_probe_refuses_a_gpu_that_others_fill(machine: Machine) -> str:
     """A GPU whose memory another process holds is refused with a reason, and accepted once the memory is free."""
     machine.needs_gpu()
