@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import math
 
 import pytest
 
@@ -22,6 +23,7 @@ from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt,
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.settings import engine_options
 from slurmgpu.llm.transformers_engine import continuous, graph_check
+from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.training.loop import Training
 from slurmgpu.training.ranks import Place as Rank
 from slurmgpu.training.settings import TrainingSettings
@@ -298,7 +300,9 @@ class ToyMachine(Machine):
 @pytest.mark.usefixtures("_small_caches")
 def test_the_proofs_code_for_a_gpu_runs(part, card, tmp_path, monkeypatch):
     """A run on a CPU does not come to it. What is measured need not hold, all else must."""
-    monkeypatch.setattr(graph_check.Verdict, "gain", 2.0)  # else how busy this machine is decides on graphs
+    # Else how busy this machine is decides on graphs.
+    monkeypatch.setattr(graph_check.Verdict, "gain", 2.0)
+    monkeypatch.setitem(DecodingChoice._check.__kwdefaults__, "limit_s", math.inf)
     for name, toy in (("SHAPE_1B", llm.TOY), ("SHAPE_8B", llm.TOY), ("N_WORDS", llm.N_TOY_WORDS)):
         monkeypatch.setattr(llm, name, toy)
     machine = ToyMachine("cuda:0", 1, tmp_path)
