@@ -78,12 +78,13 @@ __device__ double sum(double* shared, double mine) {
 // Call `work` with tokens of a row and their logits: with every `step`-th from `first` on, several of which are read at
 // once.
 template <typename Work> __device__ void for_tokens(const Logit* logits, int n_tokens, int first, int step, Work work) {
-  for (int start = first; start < n_tokens; start += AT_ONCE * step) {
+  int token = first;
+  for (; token + (AT_ONCE - 1) * step < n_tokens; token += AT_ONCE * step) {
     float read[AT_ONCE];
-    for (int i = 0; i < AT_ONCE; ++i) read[i] = start + i * step < n_tokens ? number_of(logits[start + i * step]) : LEAST;
-    for (int i = 0; i < AT_ONCE; ++i)
-      if (start + i * step < n_tokens) work(start + i * step, read[i]);
+    for (int i = 0; i < AT_ONCE; ++i) read[i] = number_of(logits[token + i * step]);
+    for (int i = 0; i < AT_ONCE; ++i) work(token + i * step, read[i]);
   }
+  for (; token < n_tokens; token += step) work(token, number_of(logits[token]));
 }
 
 // By blocks (part, row): the best score of the part's tokens, packed, its greatest logit, in order, and where top_p needs
@@ -130,7 +131,7 @@ __device__ unsigned kth(int* counts, const Logit* logits, int n_tokens, int k, i
   for (int shift = 24; shift >= 32 - LOGIT_BITS; shift -= 8) {
     for (int i = threadIdx.x; i < DIGITS * LANES; i += blockDim.x) counts[i] = 0;
     __syncthreads();
-    for_tokens(logits, n_tokens, threadIdx.x, blockDim.x, [&](int token, float logit) {
+    for_tokens(logits, n_tokens, threadIdx.x, ROW_THREADS, [&](int token, float logit) {
       unsigned bits = ordered(logit);
       if ((bits & known) == prefix) atomicAdd(&counts[((bits >> shift) & 255) * LANES + threadIdx.x % LANES], 1);
     });
@@ -191,7 +192,7 @@ void settle(const Logit* logits, int n_tokens, int n_parts, const float* tempera
       if (top_k[row] < n_tokens) last = unordered(kth(shared.counts, mine, n_tokens, (int)top_k[row], &n_last));
       least = fmaxf(least, last / temperature);
       if (is_nucleus) {
-        for_tokens(mine, n_tokens, threadIdx.x, blockDim.x, [&](int token, float logit) {
+        for_tokens(mine, n_tokens, threadIdx.x, ROW_THREADS, [&](int token, float logit) {
           if (logit > last) limit += expf(logit / temperature - highest);
         });
         limit = top_p[row] * (sum(shared.sums, limit) + n_last * (double)expf(last / temperature - highest));
@@ -209,7 +210,7 @@ void settle(const Logit* logits, int n_tokens, int n_parts, const float* tempera
       if (!is_below && !is_nucleus) break;
       U64 next = 0;
       double above = 0;
-      for_tokens(mine, n_tokens, threadIdx.x, blockDim.x, [&](int token, float logit) {
+      for_tokens(mine, n_tokens, threadIdx.x, ROW_THREADS, [&](int token, float logit) {
         if (is_below ? logit < bound : !(logit > own)) return;
         float scaled = logit / temperature;
         if (!(scaled > candidate) || scaled < least) return;
