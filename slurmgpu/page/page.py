@@ -16,6 +16,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from slurmgpu import __version__
+from slurmgpu.loader.names import title_of
 from slurmgpu.page import facts, provenance
 from slurmgpu.page.clock import Clock, make_clock
 from slurmgpu.page.excerpts import add_excerpts
@@ -28,6 +29,7 @@ from slurmgpu.page.words import as_typed, cut, moment, plain
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.build import Report, every_item_failed, faults_of
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
+from slurmgpu.report.origin import origin_in_words, origin_of
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of, duration, rate_of
@@ -70,6 +72,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
     columns, rows = facts.attempts_table(report)
     content = {
         "report": report,
+        "origin": plain(origin_in_words(origin_of(run.plan), title_of(run.plan.workload, ""))),
         "every_failed": every_item_failed(report),
         "version": __version__,
         "figures": facts.figures_of(report, spans),

@@ -18,6 +18,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import AttemptRow, Rows, Told, Verdict, is_of, leases_lost, unrecorded, verdict_of
 from slurmgpu.report.build import last_death, read_report, report_path
 from slurmgpu.report.file_cache import UpToDate, mark_of
+from slurmgpu.report.origin import Origin, origin_of
 from slurmgpu.report.pace import PaceRecord, living_of, pace_of
 from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
 from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_of
@@ -75,7 +76,7 @@ class StatusAttempt(Standing):
     message: str
 
 
-class Status(TypedDict):
+class Status(Origin):
     """The output of `slurmgpu status --json`: see docs/reference/report.md."""
 
     format: str
@@ -120,6 +121,7 @@ class StatusReader:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._origin = origin_of(run.plan)
         self._records: dict[str, tuple[object, _Shown | Unread]] = {}
         self._looked = float("inf")
         self._published = UpToDate(run.shards, self._done)
@@ -178,6 +180,7 @@ class StatusReader:
             "version": STATUS_VERSION,
             "run": run.name,
             "run_dir": str(run.folder),
+            **self._origin,
             "time": round(now, 3),
             "submitted": lines[0].get("time") if lines else None,
             "state": state_of(lines, len(published) == plan.n_shards, is_complete, attempts, queue, leaving, at_work),

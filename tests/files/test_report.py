@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 from datetime import datetime
@@ -18,6 +19,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.item_names import name_of
 from slurmgpu.merge.merge import merge
 from slurmgpu.operations import wait
+from slurmgpu.page import page
 from slurmgpu.page.facts import item_reasons
 from slurmgpu.report import build
 from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE, Accounted, attempts_of, computed_with, versions_in_words
@@ -349,6 +351,23 @@ def test_the_report_of_a_run_that_was_moved_names_it_where_it_is(run, tmp_path):
     assert report["run"] == read_status(Run.open(tmp_path / "again"))["run"] == "again"
     assert report["merged"] == str(tmp_path / "again" / "merged.h5")
     assert report["resubmit"] == f"slurmgpu resubmit {tmp_path / 'again'}"
+
+
+def test_whoever_opens_a_run_reads_in_its_head_what_it_computes(run, slurmgpu):
+    own = {"path": "/data/a.jsonl", "size_bytes": 1, "mtime_ns": 0, "sha256": "", "n_items": 1, "source": None}
+    converted = {**own, "path": f"{run.folder}/input/00000.parquet", "source": {**own, "path": "/data/b.csv"}}
+    plan = json.loads((run.folder / "run.json").read_text())
+    plan["input"]["files"] = [converted, *[own] * 6]
+    (run.folder / "run.json").write_text(json.dumps(plan))
+    run = Run.open(run.folder)
+    write_report(run)
+    line = "workload: judge, input: /data/b.csv and 6 more"
+    for command in ("report", "status"):
+        assert slurmgpu(command, run.folder).stdout.splitlines()[1] == line
+    told = json.loads(slurmgpu("status", run.folder, "--json").stdout)
+    assert told["workload"] == plan["workload"]
+    assert told["input"] == {"n_files": 7, "files": ["/data/b.csv", *["/data/a.jsonl"] * 4]}
+    assert line in re.sub("<[^>]*>", "", page.render(run, last_report(run)).partition("</header>")[0])
 
 
 def test_a_report_of_before_the_last_submission_says_that_it_is(run, slurmgpu):

@@ -60,7 +60,7 @@ def status(
     if as_json:
         result_json(value)
     else:
-        show_status(value)
+        show_status(value, tells_origin=True)
 
 
 def list_runs(
@@ -121,7 +121,7 @@ def report(
     if as_json:
         result_json(value)
     elif html is None:
-        show_report(value)
+        show_report(value, run.plan)
     raise typer.Exit(EXIT_COMPLETE if value["complete"] else EXIT_INCOMPLETE)
 
 

@@ -24,6 +24,7 @@ from slurmgpu.cli.views.columns import (
 )
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
+from slurmgpu.loader.names import title_of
 from slurmgpu.report.attempts import (
     IDLE_PERCENT,
     AttemptRow,
@@ -35,8 +36,10 @@ from slurmgpu.report.attempts import (
 )
 from slurmgpu.report.build import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
+from slurmgpu.report.origin import origin_in_words, origin_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import shares_gpus
 from slurmgpu.util.amounts import count_of, stretch_of, wide_clock
 from slurmgpu.util.ansi import plain
@@ -50,8 +53,11 @@ MIN_HOURS = 0.05
 OTHER_RUN = "to change settings or input, which a run freezes, submit a new run with another --run-dir"
 
 
-def show_report(report: Report) -> None:
-    """Print the report: completeness, missing shards, failed items, attempts, and the command for the rest."""
+def show_report(report: Report, plan: Plan | None = None) -> None:
+    """Print the report: completeness, missing shards, failed items, attempts, and the command for the rest.
+
+    With the `plan` also the workload and the input, which whoever has just submitted the run knows.
+    """
     from slurmgpu.cli.views.summaries import show_summary
 
     console = wide_console()
@@ -63,6 +69,8 @@ def show_report(report: Report) -> None:
         f"[bold]{name}[/]  {word}  {report['n_rows']:,} of {count_of(report['n_items'], 'row')}, "
         f"{report['n_errors']:,} of them failed, {report['gpu_hours']:.2f} GPU-hours"
     )
+    if plan is not None:
+        result(plain(origin_in_words(origin_of(plan), title_of(plan.workload, ""))))
     _show_origin(report)
     _show_ledger(report["ledger"], is_shared=any(shares_gpus(each.get("slurm", {})) for each in report["submissions"]))
     show_summary(console, report["summary"])

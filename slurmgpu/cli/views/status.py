@@ -22,7 +22,9 @@ from slurmgpu.cli.views.columns import (
 )
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
+from slurmgpu.loader.names import title_of
 from slurmgpu.report.attempts import in_task_order
+from slurmgpu.report.origin import origin_in_words
 from slurmgpu.report.queued import Job, is_held, is_suspended, reason_of
 from slurmgpu.report.state_words import ended_words, if_words, merge_words, moment, pace_words, shard_of, state_of
 from slurmgpu.report.status import Status, StatusAttempt
@@ -31,10 +33,13 @@ from slurmgpu.util.ansi import plain
 from slurmgpu.util.array_ids import array_of
 
 
-def show_status(status: Status, max_rows: int = MAX_ATTEMPTS) -> None:
-    """Print a run's progress, pace, attempts and queued jobs; of more than `max_rows` attempts not those that ended."""
+def show_status(status: Status, max_rows: int = MAX_ATTEMPTS, *, tells_origin: bool = False) -> None:
+    """Print a run's progress, pace, attempts and queued jobs; of more than `max_rows` attempts not those that ended.
+
+    With `tells_origin` also its workload and its input.
+    """
     console = wide_console()
-    _show_progress(console, status)
+    _show_progress(console, status, tells_origin)
     shown = attempts = in_task_order(status["attempts"])
     if len(attempts) > max_rows:
         shown = [a for a in attempts if state_of(a) != "ended"][:max_rows]
@@ -54,7 +59,7 @@ def show_status(status: Status, max_rows: int = MAX_ATTEMPTS) -> None:
         say(f"next: {command}")
 
 
-def _show_progress(console: Console, status: Status) -> None:
+def _show_progress(console: Console, status: Status, tells_origin: bool) -> None:
     done, total = status["n_items_done"], status["n_items"]
     state = status["state"]
     if state == "complete" and status["n_errors"] == total:
@@ -63,6 +68,8 @@ def _show_progress(console: Console, status: Status) -> None:
         f"[bold]{escape(plain(status['run']))}[/]  {state}  {done:,} of {count_of(total, 'item')} "
         f"({share_of(done, total)}), {status['n_shards_done']:,} of {count_of(status['n_shards'], 'shard')}"
     )
+    if tells_origin:
+        result(plain(origin_in_words(status, title_of(status["workload"], ""))))
     knows_pace = status["pace"]["items_per_s"] is not None or status["pace"]["left_s"]
     going = [pace_words(status), if_words(status)] if knows_pace else []
     if told := [part for part in (*going, merge_words(status), ended_words(status)) if part]:
