@@ -442,7 +442,7 @@ def test_an_interrupt_names_the_run_that_was_not_submitted(swept, monkeypatch, c
     overrides.put({"resources": {"executor": "debug", "gpus": 0}}, "the test")
     asked = {"look": None, "after": (), "inject": (), "dry_run": False, "wait": False, "as_json": False}
     with pytest.raises(KeyboardInterrupt):
-        sweep.submit(path, variants_of(path, overrides), dict, **asked)
+        sweep.submit(path, variants_of(path, overrides), **asked)
     assert f"interrupted; {swept / 'run' / 'others'} was not submitted." in capsys.readouterr().err
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,6 @@ def submit(
         return sweep.submit(
             run_file,
             variants,
-            partial(origins, run_file),
             look=look,
             after=others,
             dry_run=dry_run,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,7 @@ from slurmgpu.operations.submit import (
 )
 from slurmgpu.operations.wait import incomplete, wait_for
 from slurmgpu.plan.items import Look
-from slurmgpu.plan.overrides import Overrides
-from slurmgpu.plan.site_file import Origins
+from slurmgpu.plan.site_file import origins
 from slurmgpu.plan.variants import Drafts, Variant, Variants, drafted
 from slurmgpu.report.build import is_complete, last_report
 from slurmgpu.run.directory import Run
@@ -49,7 +48,6 @@ MAX_VALUES = 8
 def submit(
     run_file: Path,
     variants: Variants,
-    origins: Callable[[Overrides], Origins],
     *,
     look: Look | None,
     after: Sequence[Run],
@@ -65,7 +63,7 @@ def submit(
     with drafted(run_file, variants, after, look) as drafts, settings_asked_once():
         _say_first(drafts)
         if dry_run:
-            return _show_drafts(drafts, after, origins, as_json=as_json, inject=inject)
+            return _show_drafts(run_file, drafts, after, as_json=as_json, inject=inject)
         check_drafts(drafts, after, inject)
         drafts.record()
         queued: list[tuple[Run, Outcome]] = []
@@ -154,16 +152,9 @@ def _values_in_words(variant: Variant) -> str:
     return sweeps.describe(hidden(variant.values))
 
 
-def _show_drafts(
-    drafts: Drafts,
-    after: Sequence[Run],
-    origins: Callable[[Overrides], Origins],
-    *,
-    as_json: bool,
-    inject: Sequence[str],
-) -> int:
+def _show_drafts(run_file: Path, drafts: Drafts, after: Sequence[Run], *, as_json: bool, inject: Sequence[str]) -> int:
     shown = [
-        (variant, look_at_draft(draft, after, origins(variant.overrides), inject))
+        (variant, look_at_draft(draft, after, origins(run_file, variant.overrides), inject))
         for variant, draft in drafts.to_submit
     ]
     code = max((each.code for _, each in shown), default=0)
