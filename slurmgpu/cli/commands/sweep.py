@@ -241,13 +241,11 @@ def resubmit(folders: Sequence[Path], asked: Request, *, force: bool, wait: bool
     was submitted although something may be missing.
     """
     outcomes: list[tuple[Run, Outcome]] = []
-    told: list[Mapping[str, Any]] = []
-    codes: list[int] = []
+    done: list[tuple[int, Mapping[str, Any]]] = []
 
     def refused(folder: Path, error: SlurmGPUError) -> None:
         say(f"{folder.name}: {error}")
-        told.append({"run_dir": str(folder), "error": str(error)})
-        codes.append(EXIT_BAD_USAGE)
+        done.append((EXIT_BAD_USAGE, {"run_dir": str(folder), "error": str(error)}))
 
     say_not_submitted(folders)
     for folder in filter(was_submitted, folders):
@@ -261,19 +259,17 @@ def resubmit(folders: Sequence[Path], asked: Request, *, force: bool, wait: bool
             refused(folder, error)
     for run, outcome in outcomes:
         try:
-            code, value = submitted.conclude(run, outcome, wait=wait, as_json=as_json)
+            done.append(submitted.conclude(run, outcome, wait=wait, as_json=as_json))
         except SlurmGPUError as error:
             refused(run.folder, error)
-            continue
-        codes.append(code)
-        told.append(value)
     if as_json:
-        result_json({"runs": told})
-    if not codes and not all(was_submitted(folder) and is_complete(Run.open(folder)) for folder in folders):
+        result_json({"runs": [told for _, told in done]})
+    if done:
+        return max(code for code, _ in done)
+    if not all(was_submitted(folder) and is_complete(Run.open(folder)) for folder in folders):
         return EXIT_BAD_USAGE
-    if not codes:
-        say(f"All {count_of(len(folders), 'run')} are complete: nothing is left to compute.")
-    return max(codes, default=0)
+    say(f"All {count_of(len(folders), 'run')} are complete: nothing is left to compute.")
+    return EXIT_COMPLETE
 
 
 def cancel(folders: Sequence[Path]) -> int:
