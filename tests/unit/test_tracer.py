@@ -134,6 +134,12 @@ def test_data_inputs_run_files_and_files_of_the_system_or_of_others_are_not_know
     assert names(traced(tmp_path, "one", inputs=[str(tmp_path / "items.txt")]).read) == ["conf.yaml", "own.toml"]
 
 
+def test_a_file_that_code_names_is_that_of_the_first_folder_which_has_it(tmp_path):
+    write(tmp_path, dict.fromkeys(("pkg/one.py", "pkg/two.py"), "X = open('words.txt')\n"))
+    write(tmp_path, ["words.txt", "pkg/words.txt"])
+    assert names(traced(tmp_path, "pkg.one", "pkg.two").read) == ["pkg/words.txt"]
+
+
 def test_modules_that_a_configuration_names_are_kept_and_what_only_looks_like_one_is_not(tmp_path):
     conf = "a: net.Net\nb: net.part.Part\nc: loss.value\nd: other.Missing\ne: ./skipped.Net\nf: any.name\n"
     files = {"net/__init__.py": "", "net/part.py": "class Part: ...\n", "loss.py": "", "other.py": "def found(): ...\n"}
@@ -149,12 +155,15 @@ def test_any_module_of_a_package_that_imports_by_computed_names_is_kept(tmp_path
     found = traced(write(tmp_path, files), "pkg")
     assert (names(found.files), found.notes) == (["pkg/__init__.py", "pkg/a.py", "pkg/sub/b.py"], ())
     assert found.namespaces == ("pkg.sub",)
+    # One that lists the modules of another package imports these, and no others.
+    write(tmp_path, {"one.py": f"import pkg, pkgutil\nX = pkgutil.iter_modules(pkg.__path__)\n{source}"})
+    assert traced(tmp_path, "one").notes == ()
 
 
 def test_a_star_imports_what_a_package_says_and_a_module_no_others(tmp_path):
-    files = {"pkg/__init__.py": "__all__ = ['a', 'not a name']\n", "pkg/a.py": "", "pkg/b.py": ""}
-    found = traced(write(tmp_path, files | {"one.py": "from pkg import *\nfrom gone import *\n"}), "one")
-    assert names(found.files) == ["one.py", "pkg/__init__.py", "pkg/a.py"]
+    files = {"lib/pkg/__init__.py": "__all__ = ['a', 'not a name']\n", "lib/pkg/a.py": "", "lib/pkg/b.py": ""}
+    found = traced(write(tmp_path, files | {"one.py": "from lib.pkg import *\nfrom gone import *\n"}), "one")
+    assert names(found.files) == ["lib/pkg/__init__.py", "lib/pkg/a.py", "one.py"]
 
 
 PROGRAMS = {
@@ -201,13 +210,22 @@ def test_programs_from_disk_search_the_folders_that_the_run_searches(tmp_path):
 
 
 def test_a_module_that_programs_find_before_its_copy_is_known_as_read(tmp_path):
-    write(tmp_path, {"lib/near.py": "", "other/far.py": "", "one.py": "import near, far\n"})
+    script = "sys.path.insert(0, '')\nsys.path.insert(0, 'lib')\nsys.path.append('other')\nimport near, far, beside\n"
+    write(tmp_path, {"lib/near.py": "", "other/far.py": "", "beside.py": "", "one.py": script})
     tracer = Tracer(Scope(tmp_path, None))
-    tracer.code.search(["lib"], is_first=True)
-    tracer.code.search(["other"], is_first=False)
     tracer.code.add_script(tmp_path / "one.py")
     found = tracer.finish()
-    assert (names(found.files), names(found.read)) == (["lib/near.py", "one.py", "other/far.py"], ["lib/near.py"])
+    assert names(found.files) == ["beside.py", "lib/near.py", "one.py", "other/far.py"]
+    assert names(found.read) == ["lib/near.py"]
+
+
+def test_what_is_installed_is_not_the_users_also_where_their_path_has_its_folder(tmp_path):
+    write(tmp_path, {"one.py": "import numpy\n"})
+    tracer = Tracer(Scope(tmp_path, None))
+    tracer.code.search([str(Path(numpy.__file__).parents[1])], is_first=True)
+    tracer.code.add_module("one")
+    found = tracer.finish()
+    assert (names(found.files), found.packages) == (["one.py"], {"numpy"})
 
 
 def test_a_default_is_read_whatever_folders_are_made_by_os_path_join(tmp_path):
