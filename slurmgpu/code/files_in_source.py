@@ -29,7 +29,7 @@ OUTPUT_FOLDERS = frozenset(
     {"output_dir", "out_dir", "outdir", "save_dir", "log_dir", "logging_dir", "dirpath", "default_root_dir", "work_dir"}
 )
 """Names that transformers, Lightning and others give to arguments and options for an output folder."""
-_OUTPUT_OPTIONS = OUTPUT_FOLDERS | {
+OUTPUT_OPTIONS = OUTPUT_FOLDERS | {
     *("out", "output", "output_path", "save_path", "result_dir", "results_dir", "checkpoint_dir", "ckpt_dir"),
     *("exp_dir", "run_dir", "logdir", "workdir", "savedir"),
 }
@@ -156,7 +156,7 @@ class FilesInSource(ast.NodeVisitor):
             return
         option = str(call.args[0].value).lstrip("-").replace("-", "_")
         self._assigned.append(({option}, _path_in(default)[0]))
-        if option in _OUTPUT_OPTIONS and (path := _spelt_out(default)):
+        if option in OUTPUT_OPTIONS and (path := _spelt_out(default)):
             self.output_options[option] = path
 
     def _add_outputs(self, name: str, call: ast.Call) -> None:

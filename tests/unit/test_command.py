@@ -1902,3 +1902,34 @@ def test_json_that_is_written_is_ascii():
 
     assert json.loads(as_json({"a": "ä\ud800"})) == {"a": "ä\ud800"}
     assert as_json("ä").isascii()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--out", "fits/{text}"), "fits, which --out names, has files already, such as fits/a: "),
+        (("--save-dir=fits/{text}/last",), "fits, which --save-dir names, "),
+        (("--output_dir", "fits", "{text}"), "fits, which --output_dir names, "),
+        (("--images", "fits/{text}"), None),  # it may read them
+        (("--out", "new", "fits/{text}"), None),
+        (("--out", "new/{text}"), None),
+        (("--out", "fits/{text}-{n}"), None),  # of other configurations
+        (("--out", "empty/{text}"), None),
+        (("--out", "{text}"), None),
+        (("--quiet", "--out", "{out}", "{in}"), None),
+    ],
+)
+def test_a_folder_for_outputs_that_has_files_already_is_told_of_at_planning(
+    tmp_path, monkeypatch, caplog, arguments, said
+):
+    (tmp_path / "fits").mkdir()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    command = Command(run=["true", *arguments], columns={"n": "int32"})
+    command.check_here()
+    assert not caplog.messages
+    (tmp_path / "fits" / "a").touch()
+    workload._warn_of_files.cache_clear()
+    command.check_here()
+    command.check_here()  # as for the next run of a sweep
+    assert [message.startswith(str(said)) for message in caplog.messages] == [True] * (said is not None)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
-from itertools import count, takewhile
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from itertools import count, islice, takewhile
 from pathlib import Path
 
+from slurmgpu.code.files_in_source import OUTPUT_OPTIONS
 from slurmgpu.code.locator import Locator
 from slurmgpu.code.started_modules import INTERPRETERS
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.workloads.command.placeholders import Slot
 
 _FIRST_BYTES = 256
 """How many bytes of a file Linux reads to find out how to run it: BINPRM_BUF_SIZE."""
@@ -24,6 +28,8 @@ _ANOTHER_FOLDER = ("-C", "--chdir")
 _OF_CODE = re.compile(r"-\w*[ceE]|-m|--eval")
 """Options before a program as text, or the name of a module."""
 _LONGEST_ENTRY = 1 << 12
+_MOST_ENTRIES = 1000
+"""How many entries of a folder for outputs are looked at."""
 _IMPORTED = re.compile(rb"(?m)^[ \t]*(?:from|import)[ \t]+([A-Za-z_]\w*)")
 RUN_MODULE = str(Path(__file__).with_name("run_module.py"))
 """The script that runs like `-m MODULE`, given FOLDER and MODULE, with the modules of FOLDER first."""
@@ -42,6 +48,26 @@ def check_program(program: str, path: str | None) -> None:
         f"command: there is no program {program!r} {where}.{beside} Correct run, load its module or environment before "
         f"you submit, or set PATH under [settings] env."
     )
+
+
+def filled_folders(arguments: Sequence[Sequence[str | Slot]]) -> Iterator[tuple[str, str, str]]:
+    """The folders with files that options for outputs name: the option, the folder, and one of its entries.
+
+    Of a path with placeholders, `fits/{name}`, it is the folder before the first, and an entry that a call may name.
+    """
+    option = ""
+    for pieces in arguments:
+        text = pieces[0] if pieces and isinstance(pieces[0], str) else ""
+        name, _, value = text.partition("=") if text.startswith("-") else (option, "", text)  # --out=fits, --out fits
+        option = text if text.startswith("-") else ""
+        folder, begin = os.path.split(value) if len(pieces) > 1 else (value, "")
+        if folder and name.lstrip("-").replace("-", "_") in OUTPUT_OPTIONS:
+            rest = "".join(glob.escape(piece) if isinstance(piece, str) else "*" for piece in (begin, *pieces[1:]))
+            pattern = rest.partition("/")[0] or "*"
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                found = (each.path for each in islice(entries, _MOST_ENTRIES) if fnmatch(each.name, pattern))
+                for path in islice(found, 1):
+                    yield name, folder, path
 
 
 def why_not_started(program: str, path: str | None) -> str | None:

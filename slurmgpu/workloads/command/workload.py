@@ -51,7 +51,7 @@ from slurmgpu.workloads.command.outputs import (
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, IN_FORMATS, OUT, START, content_of, parse
 from slurmgpu.workloads.command.printed_row import PrintedRow, is_metric
 from slurmgpu.workloads.command.process import SETTLE_S, CallFailedError, Child, DiedError
-from slurmgpu.workloads.command.programs import check_program, check_script, entry_script, is_launcher
+from slurmgpu.workloads.command.programs import check_program, check_script, entry_script, filled_folders, is_launcher
 from slurmgpu.workloads.command.sinks import OF_GPUS, Lines, OutputError, ToLog
 from slurmgpu.workloads.command.stream import Stream
 from slurmgpu.workloads.command.submitted_program import SubmittedProgram, inherited_environment
@@ -208,9 +208,14 @@ class Command:
         ]
 
     def check_here(self) -> None:
-        """Refuse a program that this machine lacks or cannot start, and a script that does not exist."""
+        """Refuse a program that this machine lacks or cannot start, and a script that does not exist.
+
+        A warning names folders for outputs that have files already.
+        """
         check_program(self._program, {**os.environ, **self._env}.get("PATH"))
         check_script(self._line.texts)
+        for option, folder, entry in filled_folders(self._line.arguments):
+            _warn_of_files(option, folder, entry)
 
     def place(self, share: Share) -> Placement:
         """One process, which has all GPUs of its task."""
@@ -516,6 +521,14 @@ def _check_unchanged() -> None:
     """Raise EditedError if a file of the code is seen to have changed for the first time."""
     if present_files().has_just_changed():
         raise EditedError
+
+
+@functools.cache  # once for all runs of a sweep
+def _warn_of_files(option: str, folder: str, entry: str) -> None:
+    log.warning(
+        "%s, which %s names, has files already, such as %s: a script that continues from its checkpoints, or skips "
+        "what is there, uses them. To begin again, remove them or name another folder.", folder, option, entry,
+    )  # fmt: skip
 
 
 def _start_stream(program: SubmittedProgram, guard: Guard, out: Lines, err: ToLog) -> Child:
