@@ -1,9 +1,13 @@
 """Quantised variants: the package that makes each, what they cost in quality, and what cannot be had."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 pytest.importorskip("transformers")
 
@@ -140,3 +144,28 @@ def test_eight_bits_share_batches_of_texts_of_unequal_length_also_from_a_checkpo
             engine._loaded.model.save_pretrained(stored)
             engine._loaded.tokenizer.save_pretrained(stored)
         engine.close()
+
+
+def test_no_version_is_allowed_that_transformers_refuses():
+    from transformers.dependency_versions_table import deps
+    from transformers.utils import import_utils
+
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    tables = [re.search(rf"^{extra} = (\[.*\])$", project, re.MULTILINE)[1] for extra in ("llm", "quantized")]
+    allowed = [Requirement(text) for table in tables for text in re.findall(r'"(.+?)"', table)]
+    [torch] = Requirement(deps["torch"]).specifier
+    needed = {
+        "accelerate": import_utils.ACCELERATE_MIN_VERSION,
+        "bitsandbytes": import_utils.BITSANDBYTES_MIN_VERSION,
+        "torch": torch.version,
+        "torchao": import_utils.TORCHAO_MIN_VERSION,
+    }
+    found = {each.name for each in allowed}
+    assert needed.keys() <= found
+    too_old = {
+        f"{each} before {needed[each.name]}"
+        for each in allowed
+        for bound in each.specifier
+        if each.name in needed and Version(bound.version) < Version(needed[each.name])
+    }
+    assert too_old == set()
