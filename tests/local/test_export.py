@@ -74,6 +74,7 @@ def test_jsonl_has_an_object_for_each_row(merged, tmp_path):
     lines = (tmp_path / "a.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line) for line in lines] == list(expected_rows())
     assert "Größe ⚠" in lines[1]
+    assert [path.name for path in tmp_path.glob("a*")] == ["a.jsonl"]
 
 
 @pytest.mark.usefixtures("_blocks")
