@@ -56,12 +56,14 @@ class GPUFaultError(Exception):
 class WorkerBrokenError(Exception):
     """The process can compute no more, as after it lost its CUDA context or its group; a new worker can go on.
 
-    Without `blames_items` what came before has broken it, and not the items that it computes.
+    Without `blames_items` what came before has broken it, and not the items that it computes. `is_sure`: nothing but
+    these items can have broken it.
     """
 
-    def __init__(self, message: str, *, blames_items: bool = True) -> None:
+    def __init__(self, message: str, *, blames_items: bool = True, is_sure: bool = False) -> None:
         super().__init__(message)
         self.blames_items = blames_items
+        self.is_sure = is_sure
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: a later task continues the item

@@ -133,11 +133,15 @@ class Failed(_Failed, total=False):
 
 
 class Broken(TypedDict):
-    """The worker's process cannot go on, but another one can; items in flight are to blame if it `blames_items`."""
+    """The worker's process cannot go on, but another one can; items in flight are to blame if it `blames_items`.
+
+    `is_sure`: only these can be.
+    """
 
     event: Literal["broken"]
     message: str
     blames_items: bool
+    is_sure: bool
 
 
 class Preempt(TypedDict):

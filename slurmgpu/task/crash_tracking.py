@@ -32,6 +32,7 @@ class Deaths:
         self._in_flight: tuple[int, Sequence[int], bool] | None = None
         self._ahead: tuple[int, int] | None = None
         self._broken: str | None = None
+        self._is_sure = False
         self._n_in_a_row = 0
 
     def take_up(
@@ -45,9 +46,10 @@ class Deaths:
         if self._in_flight is not None and shard in (None, self._in_flight[0]):
             self._in_flight = self._ahead = None
 
-    def note_broken(self, message: str) -> None:
-        """Record why the worker will die; the first message counts."""
-        self._broken = self._broken or message
+    def note_broken(self, message: str, *, is_sure: bool = False) -> None:
+        """Record why the worker will die; the first message counts. `is_sure`: only the items in flight can be why."""
+        if self._broken is None:
+            self._broken, self._is_sure = message, is_sure
 
     def forgive(self) -> None:
         """Forget deaths in a row: a shard was published, or an item has progressed."""
@@ -82,6 +84,7 @@ class Deaths:
         log.error("%s: %s%s", kind, message, _what_was_in_flight(death))
         self._n_in_a_row += 1
         self._in_flight = self._ahead = self._broken = None
+        self._is_sure = False
         if self._n_in_a_row < limit:
             return death, None
         return death, f"{message}; {self._n_in_a_row} workers died one after another"
@@ -91,8 +94,7 @@ class Deaths:
         shard, items, is_isolated = self._in_flight
         history = read_history(self._run.claims.folder, shard)
         error, is_sole = f"{kind}: {message}", self._ahead is None
-        # The worker was not killed itself: it told that a process of these items was.
-        is_sure = POLICIES[kind].more_memory and self._broken is not None
+        is_sure = self._is_sure and POLICIES[kind].more_memory
         guilty = history.record(
             items, isolated=is_isolated, weight=weight, error=error, is_sole=is_sole, is_sure=is_sure
         )

@@ -358,7 +358,7 @@ class Task:
             case "timeout":
                 self._end_at(event["end_time"])
             case "broken":
-                self._deaths.note_broken(event["message"])
+                self._deaths.note_broken(event["message"], is_sure=event["is_sure"])
                 if not event["blames_items"]:
                     self._deaths.put_down()
         self._leases.renew_if_due()

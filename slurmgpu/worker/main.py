@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except WorkerBrokenError as error:
         log.error("this process cannot go on: %s", error)
-        report({"event": "broken", "message": str(error), "blames_items": error.blames_items})
+        blame = {"blames_items": error.blames_items, "is_sure": error.is_sure}
+        report({"event": "broken", "message": str(error), **blame})
         return 70
     except Exception as error:
         # The workload's errors were caught at its calls, so this is a bug of slurmgpu.

@@ -676,8 +676,9 @@ def test_a_kill_for_lack_of_host_memory_is_the_workers_if_an_item_is_alone(one, 
     monkeypatch.setattr(process, "SETTLE_S", 0.0)
     with pytest.raises(
         WorkerBrokenError, match=r"the kernel killed a process of this job for lack of host memory: .* died by SIGKILL"
-    ):
+    ) as told:
         one("import os; os.kill(os.getpid(), 9)")(items("a"))
+    assert told.value.is_sure  # it is not called again with as much memory
     with pytest.raises(MemoryError, match="for lack of host memory"):
         score("os.kill(os.getpid(), 9)")(items("a", "b"))
     with pytest.raises(WorkerBrokenError, match=r"for lack of host memory: .* exited with code 1: rank 0 was killed"):

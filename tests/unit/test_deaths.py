@@ -137,18 +137,18 @@ def test_an_item_whose_own_process_was_killed_for_memory_is_called_once_in_a_sub
     deaths, held = Deaths(run, 1), {0: run.claims.read(0)}
     for n in range(2):
         deaths.take_up(0, [5], is_isolated)
-        deaths.note_broken("the kernel killed a process of this job")
+        deaths.note_broken("the kernel killed a process of this job", is_sure=True)
         deaths.add_death(1, was_oom=True, held=held)
         assert [*read_history(run.claims.folder, 0).quarantined] == [5] * n
         assert deaths.parked == ["item 5 needs more host memory; its shard 0 was left"] * (1 - n)
         deaths = Deaths(run, 2)
 
 
-def test_nothing_waits_for_memory_if_more_than_one_item_may_have_used_it(run):
+def test_no_item_waits_for_memory_at_once_if_something_else_may_have_used_it(run):
     deaths = Deaths(run, 1)
-    for items, ahead in (([4, 5], None), ([4], (0, 5))):
+    for items, ahead, is_sure in (([4, 5], None, True), ([4], (0, 5), True), ([4], None, False)):
         deaths.take_up(0, items, False, ahead)
-        deaths.note_broken("a process of the pool died")
+        deaths.note_broken("a process of the pool died", is_sure=is_sure)
         deaths.add_death(1, was_oom=True, held={})
     assert not deaths.parked
 
@@ -223,7 +223,7 @@ def claims(shard):
 
 
 def breaks(*, blames_items):
-    return {"event": "broken", "message": "no files are left", "blames_items": blames_items}
+    return {"event": "broken", "message": "no files are left", "blames_items": blames_items, "is_sure": False}
 
 
 BATCH = {"event": "batch", "items": [4, 5], "isolated": False, "ahead": None}

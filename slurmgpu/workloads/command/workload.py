@@ -349,7 +349,7 @@ class Command:
         # Not only after SIGKILL: the kernel may kill a process that the program has started, such as a torchrun rank.
         if isinstance(error, DiedError) and is_oom:
             short = f"the kernel killed a process of this job for lack of host memory: {said}"
-            raise (WorkerBrokenError if is_alone else MemoryError)(short) from error
+            raise (WorkerBrokenError(short, is_sure=True) if is_alone else MemoryError(short)) from error
         if not (is_alone and self._mode == ONE) and error.says(MEMORY_TEXTS):
             raise (OutOfMemoryError if error.says(GPU_TEXTS) else MemoryError)(said) from error
 
