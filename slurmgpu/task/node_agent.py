@@ -160,7 +160,8 @@ class _Follower:
             kind, at_fault = error.kind, error.node_at_fault
         else:
             at_fault = POLICIES[kind].node_at_fault
-        message = str(error) if POLICIES[kind].says else f"{self._node}: {error}"  # which follows the node's name
+        follows_name = POLICIES[kind].says and POLICIES[kind].node_at_fault
+        message = str(error) if follows_name else f"{self._node}: {error}"
         return {"kind": kind, "message": message, "node": self._node if at_fault else None}
 
     def _listen(self) -> None:

@@ -230,7 +230,7 @@ def test_a_worker_that_keeps_progress_and_dies_after_a_signal_was_stopped(work):
     assert (code, record["failure"], record["deaths"]) == (75, "preempted", [])
     failed = 'tell("failed", **{"class": "disk_full", "message": "no room", "traceback": ""})'
     code, record = work(f"begin(resumes=True); to_task(signal.SIGTERM); hears(); {failed}; sys.exit(1)")
-    assert (code, record["failure"], record["message"]) == (1, "disk_full", "no room")
+    assert (code, record["failure"], record["message"]) == (73, "disk_full", "no room")
 
 
 def test_what_a_worker_had_done_when_it_was_stopped_is_recorded(work):
