@@ -138,7 +138,8 @@ __device__ unsigned kth(int* counts, const Logit* logits, int n_tokens, int k, i
     __syncthreads();
     for (int digit = threadIdx.x; digit < DIGITS; digit += blockDim.x) {
       int n = 0;
-      for (int lane = 0; lane < LANES; ++lane) n += counts[digit * LANES + lane];
+      // Threads begin at different lanes, since those of a warp would all read one bank of the memory.
+      for (int lane = 0; lane < LANES; ++lane) n += counts[digit * LANES + (lane + digit) % LANES];
       counts[digit * LANES] = n;
     }
     __syncthreads();
