@@ -33,7 +33,7 @@ class Results:
     `loss` and `score` (n,) are the last checkpoint's; `self_influence` (n,) is never normalised.
     The statistics (n,) are over a row's allowed training examples: count, sum, sum of absolute values, standard
     deviation, and share of positive values. If there are no values, or nothing is streamed, sums are 0 and the last two
-    NaN. `full` is (n, n_train); in float16 it must be multiplied by `full_scale` (n,).
+    NaN. `full` is (n, n_train); in float16 it must be made float32 and multiplied by `full_scale` (n,).
     Only reduced precisions have `precision_error` and `top10_overlap` (n,).
     `problems` maps rows to what is wrong with them; such rows have no other results.
     """

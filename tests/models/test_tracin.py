@@ -218,7 +218,7 @@ def test_full_rows_of_float16_are_right_at_any_size(files, slurmgpu):
     options = {"learning_rate": 1e-12, "top_k": 3}
     exact, rounded = (rows_of(full=dtype, **options) for dtype in ("float32", "float16"))
     for one, other in zip(exact, rounded, strict=True):
-        values = other["influence"] * other["influence_scale"]
+        values = other["influence"].astype(np.float32) * other["influence_scale"]
         assert other["influence"].dtype == np.float16
         np.testing.assert_allclose(values, one["influence"], rtol=1e-3, atol=1e-9 * np.abs(one["influence"]).max())
     make_project(files, full="float16", **options)
