@@ -42,6 +42,7 @@ from slurmgpu.run.directory import Run, refuse_existing
 from slurmgpu.run.frozen_plan import Plan, Provenance
 from slurmgpu.run.submissions import Git
 from slurmgpu.shards.columns import Column, check_columns, columns_to_json
+from slurmgpu.util.amounts import count_of
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import status_of
 from slurmgpu.util.users import expanded
@@ -143,6 +144,7 @@ def draft_run(
             size = _size_of(asked, built, items.spec.n_items, most_shards)
             plan = _plan_of(asked, built, items, size, git(folder))
             notes = [*built.notes, *([size.note] if size.note else [])]
+            notes += _replaced(target, plan) if replaces_look else []
             extension = None if extends is None else extend(extends, plan, Path(scratch), workload.files_of_item)
             notes += [extension.describe(plan)] if extension else []
             also = [*imported, *given.modules]
@@ -266,6 +268,18 @@ def _plan_of(asked: _Asked, built: _Built, items: Items, size: ShardSize, git: G
         exports=sorted(workload.exports),
         parts=size.parts,
     )
+
+
+def _replaced(folder: Path, plan: Plan) -> list[str]:
+    """A note on the rows of an earlier look at other items, which this look removes."""
+    earlier = Run.open(folder)
+    if earlier.plan.input["ranges"] == plan.input["ranges"] or not (published := earlier.published()):
+        return []
+    n_rows = sum(stop - start for start, stop in map(earlier.plan.bounds, published))
+    return [
+        f"This look replaces the former one, at other items, and its {count_of(n_rows, 'row')} in {folder}. To keep "
+        "the rows of a look, give it a --run-dir."
+    ]
 
 
 def _is_look(folder: Path) -> bool:

@@ -153,6 +153,16 @@ def test_a_look_takes_the_place_of_an_earlier_one_and_of_no_other_run(project, m
         package.probe(path, 8, executor="debug", gpus=0)
 
 
+def test_a_look_at_other_items_says_which_rows_it_removes(project):
+    """As of `--items 50:` after `--limit 50`, by somebody who wants the rest."""
+    path = project(100) / "slurmgpu.toml"
+    package.submit(path, items="0:8", executor="debug", gpus=0)
+    with draft_run(path, look=Look("8:")) as draft:
+        assert f"and its 8 rows in {draft.run_dir}. To keep the rows of a look, give it a --run-dir." in draft.notes[-1]
+    with draft_run(path, look=Look("0:8")) as draft:
+        assert not [note for note in draft.notes if "replaces" in note]
+
+
 @pytest.fixture
 def looking(project):
     """Looks at some items of a project, each in place of the one before: `looking("0:2")`."""
