@@ -285,13 +285,15 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _of_script(path: Path) -> str:
-    """The command to type if a script was named instead of a run file; an empty text for other files."""
-    runs = {".py": "python", ".sh": "bash"}.get(path.suffix)
-    if runs is None:
+    """The command to type if a script, or an input, was named instead of a run file; "" for other files."""
+    if path.suffix == ".toml":
         return ""
+    each, program = {".py": ("FILE", f"python {path.name} …"), ".sh": ("FILE", f"bash {path.name} …")}.get(
+        path.suffix, (path.name, "PROGRAM …")
+    )
     return (
-        f" A run file says what to compute. To run a script for each item of an input, use "
-        f"slurmgpu run --each FILE --col NAME:TYPE -- {runs} {path.name} …"
+        f" A run file says what to compute. To run a program for each item of an input, use "
+        f"slurmgpu run --each {each} --col NAME:TYPE -- {program}"
     )
 
 

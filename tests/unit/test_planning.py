@@ -410,6 +410,9 @@ def test_a_run_file_that_is_missing_or_no_toml_is_refused(tmp_path, project):
     (folder / "train.py").write_text("import torch\n")
     with pytest.raises(SlurmGPUError, match=r"not TOML: .* -- python train\.py …$"), draft_run(folder / "train.py"):
         pass
+    said = r"not TOML: .* --each items\.jsonl --col NAME:TYPE -- PROGRAM …$"
+    with pytest.raises(SlurmGPUError, match=said), draft_run(folder / "items.jsonl"):
+        pass
 
 
 def test_a_run_file_may_begin_with_a_byte_order_mark_as_editors_of_windows_write_it(project):
