@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import os
@@ -60,9 +61,17 @@ class Listing:
                     file.write(json.dumps(line) + "\n")
         date_in_whole_seconds(path)
         about = f"{count_of(len(self.members), 'file')} of {' and '.join(self.roots[:3])}, {size_of(total)}"
-        if shared := {key: n for key, n in Counter(key for _, key in self.members).items() if n > 1}:
-            about += f"; {sum(shared.values())} of them share their key with another, such as {next(iter(shared))!r}"
+        if self.sharing:
+            about += f"; {self.sharing}"
         return as_text(about), _outermost(folders)
+
+    @functools.cached_property
+    def sharing(self) -> str:
+        """How many of the files have the key of another; an empty text if none has."""
+        shared = {key: n for key, n in Counter(key for _, key in self.members).items() if n > 1}
+        if not shared:
+            return ""
+        return as_text(f"{sum(shared.values())} of them share their key with another, such as {next(iter(shared))!r}")
 
 
 def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:

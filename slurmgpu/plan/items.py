@@ -198,7 +198,7 @@ def _of_input(asked: ItemRequest) -> Items:
     passed = [note] if (note := inputs.passed_over(config.input, base)) else []
     if (listed := _listed(asked, config.input)) is not None:
         lines = asked.check(listed.spec, f"the input {config.input}")
-        items = replace(listed, spec=_in_run(listed.spec), lines=lines)
+        items = replace(listed, spec=_in_run(listed.spec), lines=[*listed.lines, *lines])
     else:
         spec = _promised(asked, config.input) or _scan(asked, config.input)
         items = asked.repacked(spec) if spec.repacked else Items(spec, [asked.index], lines=asked.check(spec))
@@ -271,9 +271,16 @@ def _listed(asked: ItemRequest, named: str | list[str]) -> Items | None:
             return None
         said, folders = found.write(made)
         spec = inputs.scan([made], asked.index, stride=asked.stride, of_format=file_items.Files())
-        return Items(replace(spec, folders=folders), [asked.index, made], said)
+        return Items(replace(spec, folders=folders), [asked.index, made], said, lines=_same_names(asked, found.sharing))
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
+
+
+def _same_names(asked: ItemRequest, sharing: str) -> list[str]:
+    """A note if calls get the key of a file, by which they may name what they write, and files share it."""
+    if not sharing or "key" not in asked.workload.fields:
+        return []
+    return [f"Of the files, {sharing.replace('of them ', '', 1)}: what calls write under {{key}} is overwritten."]
 
 
 def _promised(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec | None:

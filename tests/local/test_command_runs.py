@@ -774,6 +774,7 @@ def test_logs_show_what_was_printed_for_a_part_of_a_batch(slurmgpu, tmp_path, pr
     ("settings", "said"),
     [
         ({"run": ["cat", "{txet}"]}, "takes the field 'txet', which the input"),
+        ({"run": ["cat", "{index}"]}, "The number of an item is $SLURMGPU_INDEX, or {start}"),
         ({"run": ["sh", "-c", "cat ${HOME}", "sh", "{text}"]}, "If the braces are the program's own, write ${{HOME}}."),
         ({"run": ["cat", "{text}"], "env": {"XX": 1}}, """As text: XX = "1", on the command line -s 'env.XX="1"'."""),
         ({"run": ["no-such-program", "{text}"]}, "there is no program 'no-such-program' on the PATH"),
@@ -790,6 +791,19 @@ def test_what_cannot_work_is_refused_before_anything_is_written(slurmgpu, tmp_pa
     done = slurmgpu("submit", cwd=project, expect=2)
     assert said in done.stderr
     assert not (project / "run").exists()
+
+
+@pytest.mark.parametrize(("to", "is_told"), [("feats/{key}.npy", True), ("{name}.npy", False)])
+def test_files_of_one_key_are_told_to_who_names_outputs_by_it(slurmgpu, tmp_path, to, is_told):
+    for name in ("a/1.wav", "a/2.wav", "b/2.wav"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    words = ["--each", "a", "--each", "b", "--col", "n:int32", "--gpus", "0", "--executor", "debug"]
+    done = slurmgpu("run", *words, "--", "bash", "-c", 'echo "$1" > "$2"; echo 1', "bash", "{path}", to, cwd=tmp_path)
+    told = " ".join(done.stderr.split())
+    assert is_told == (
+        "2 share their key with another, such as '2': what calls write under {key} is overwritten" in told
+    )
 
 
 def test_a_program_that_setup_may_bring_is_left_to_the_tasks(tmp_path):

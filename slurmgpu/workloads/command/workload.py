@@ -153,6 +153,8 @@ class Command:
         if self._line.items != IN_FORMATS[0] and match is None:
             self.not_fields += ("index",)
             self.advice["index"] = taken_for("index", self._line.items)
+        elif "index" in self._line.fields:
+            self.advice["index"] = " The number of an item is $SLURMGPU_INDEX, or {start} in a call without fields."
         if self._line.out is not None:
             check_format(self._line.out, self.columns)
 
