@@ -53,10 +53,10 @@ def query_in(named: str | Sequence[str], base: Path) -> Query | None:
     if found is None:
         return None
     kind, _, rest = found.partition(":")
-    path, mark, sql = rest.partition("?")
+    path, _, sql = rest.partition("?")
     if len(names) > 1:
         raise SlurmGPUError(f"The input {found!r} is one of {len(names)}; a query must be alone. Use UNION ALL in it.")
-    if not mark or not path or not sql.strip():
+    if not path or not sql.strip():
         raise SlurmGPUError(
             f"The input {found!r} is not a query; expected a path, a question mark and the query, such as "
             f'"{kind}:data.db?SELECT id, text FROM documents ORDER BY id".'
@@ -109,7 +109,6 @@ def _pack_sqlite(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
 
     try:
         with closing(sqlite3.connect(f"file:{quote(os.fsencode(query.path))}?mode=ro", uri=True)) as database:
-            database.isolation_level = None
             database.execute("BEGIN")  # both readings see the same rows
             cursor = database.execute(query.sql)
             columns = _checked_columns(query, [each[0] for each in cursor.description or ()])

@@ -59,10 +59,11 @@ def empty(columns: Mapping[str, Column], types: Types) -> pa.Table:
 def _column(
     data: ColumnData, rows: slice, null: npt.NDArray[np.bool_], of_values: pa.DataType | None = None
 ) -> pa.Array:
-    if of_values is not None and of_values != pa.null():
-        return pa.array(data.python_values(rows.start, rows.stop), of_values, mask=null)
-    if data.column.typed_by_values:  # JSON text: null stays null
-        null = null | np.array([value is None for value in data.python_values(rows.start, rows.stop)], bool)
+    if data.column.typed_by_values:  # null is null, and a failed item without a value is None
+        read = data.python_values(rows.start, rows.stop)
+        if of_values is not None and of_values != pa.null():
+            return pa.array(read, of_values)
+        null = np.array([value is None for value in read], bool)
     kind = data.column.arrow and pa.type_for_alias(data.column.arrow)
     if isinstance(data, ArrayData):
         found = _array(data.content[rows], null)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import lzma
 import os
+import random
 import re
 import resource
 import sqlite3
@@ -25,7 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, find, query_in, repack_query, repack_table, scan
+from slurmgpu.inputs import InputSpec, Reader, databases, find, query_in, repack_query, repack_table, scan
 from slurmgpu.inputs.repack import GROUP_ITEMS
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run, create_run
@@ -203,6 +204,8 @@ def test_tables_and_data_frames_are_read_as_their_rows(tmp_path: Path) -> None:
     assert Path(again.files[0].path).read_bytes() == Path(spec.files[0].path).read_bytes()
     pieces = [table.slice(i, 17) for i in range(0, 300, 17)]
     assert repacked(pa.concat_tables(pieces), tmp_path / "pieces").digest == spec.digest
+    assert repacked(table.slice(0, 299), tmp_path / "less").digest != spec.digest
+    assert spec.files[0].mtime_ns % 10**9 == 0, "a copy may keep whole seconds only"
     frame = repacked(pd.DataFrame(DATED), tmp_path / "frame")
     assert all_items(frame, tmp_path / "frame" / "index") == DATED
 
@@ -238,6 +241,19 @@ def test_tables_that_cannot_be_an_input_are_refused(tmp_path: Path, table: Any, 
         repacked(table, tmp_path)
 
 
+def test_a_turned_bit_of_a_repacked_table_is_its_items_error(tmp_path: Path) -> None:
+    """Compression keeps numbers at random as they are, so only the checksums of pages can notice it."""
+    numbers_at_random = random.Random(1)
+    numbers = [numbers_at_random.getrandbits(62) for _ in range(10)]
+    spec = repacked(pa.table({"n": numbers}), tmp_path)
+    path, middle = Path(spec.files[0].path), numbers[5].to_bytes(8, "little")
+    content = path.read_bytes()
+    assert content.count(middle) == 1
+    path.write_bytes(content.replace(middle, (numbers[5] ^ 1).to_bytes(8, "little")))
+    os.utime(path, ns=(0, spec.files[0].mtime_ns))
+    assert all(isinstance(item, ItemError) for item in all_items(spec, tmp_path / "index"))
+
+
 def test_repacked_items_move_with_the_run_directory(tmp_path: Path) -> None:
     (tmp_path / "texts.py").write_text(WORKLOAD)
     (tmp_path / "run.toml").write_text('[workload]\nuse = "texts.py:Texts"\n')
@@ -256,10 +272,10 @@ def make_sqlite(path: Path, rows: list[tuple[Any, ...]]) -> None:
         database.executemany("INSERT INTO docs VALUES (?, ?, ?, ?)", rows)
 
 
-def plan_query(named: str, folder: Path) -> InputSpec:
+def plan_query(named: str, folder: Path, progress: Callable[[int, int], None] | None = None) -> InputSpec:
     query = query_in(named, folder)
     assert query is not None
-    return repack_query(query, folder, folder / "index", stride=4)
+    return repack_query(query, folder, folder / "index", stride=4, progress=progress)
 
 
 SQL_ROWS = [(i, None if i % 7 == 0 else f"täxt\0 {i}", [i, i / 3, None][i % 3], bytes([i % 256])) for i in range(5000)]
@@ -297,6 +313,7 @@ def test_the_rows_of_a_query_are_items_in_its_order(tmp_path: Path, kind: str) -
     ("named", "words"),
     [
         ("sqlite:a.db", "is not a query; expected a path, a question mark"),
+        ("sqlite:?SELECT id FROM docs ORDER BY id", "is not a query; expected a path, a question mark"),
         ("sqlite:a.db?SELECT id FROM docs", "has no ORDER BY"),
         ("sqlite:a.db?SELECT id FROM (SELECT id FROM docs ORDER BY id)", "has no ORDER BY"),
         ("sqlite:a.db?SELECT 'ORDER BY id' FROM docs -- ORDER BY id", "has no ORDER BY"),
@@ -305,10 +322,13 @@ def test_the_rows_of_a_query_are_items_in_its_order(tmp_path: Path, kind: str) -
         ("sqlite:a.db?SELECT id, raw AS id FROM docs ORDER BY 1", "two columns named 'id'"),
         ("sqlite:a.db?SELECT id FROM docs WHERE id > 5 ORDER BY id", "gives no rows"),
         ("sqlite:a.db?SELECT text FROM docs ORDER BY id", "values of several types, int and str"),
-        ("sqlite:a.db?DELETE FROM docs RETURNING id /* */ ORDER BY id", "failed"),
+        ("sqlite:a.db?CREATE TABLE more AS SELECT id FROM docs ORDER BY id", "failed: attempt to write a readonly"),
+        ("sqlite:a.db?CREATE TEMP TABLE more AS SELECT id FROM docs ORDER BY id", "is not a SELECT"),
         ("sqlite:a.db?SELECT score FROM docs ORDER BY id", "failed: Could not decode to UTF-8"),
         ("sqlite:text.db?SELECT score FROM docs ORDER BY id", "failed: file is not a database"),
         ("duckdb:text.db?SELECT score FROM docs ORDER BY id", "text.db failed: "),
+        ("duckdb:a.duckdb?CREATE TABLE more AS SELECT 1 AS id ORDER BY id", "failed: .* in read-only mode"),
+        ("duckdb:a.duckdb?SELECT 1; SELECT 1 AS id ORDER BY id", "is not a single SELECT"),
     ],
 )
 def test_a_query_that_cannot_be_an_input_is_refused(tmp_path: Path, named: str, words: str) -> None:
@@ -316,6 +336,8 @@ def test_a_query_that_cannot_be_an_input_is_refused(tmp_path: Path, named: str, 
     with contextlib.closing(sqlite3.connect(tmp_path / "a.db")) as database, database:
         database.execute("UPDATE docs SET score = CAST(x'ff' AS TEXT)")
     (tmp_path / "text.db").write_text("nothing but text, and long enough to be looked at" * 100)
+    if "a.duckdb" in named:
+        duckdb.connect(str(tmp_path / "a.duckdb")).close()
     with pytest.raises(SlurmGPUError, match=words):
         plan_query(named, tmp_path)
 
@@ -337,6 +359,28 @@ def test_a_column_of_sqlite_has_no_rounded_integers(tmp_path: Path) -> None:
         plan_query("sqlite:a.db?SELECT score FROM docs ORDER BY id", tmp_path)
     spec = plan_query("sqlite:a.db?SELECT CAST(score AS TEXT) AS score FROM docs ORDER BY id", tmp_path)
     assert all_items(spec, tmp_path / "index") == [{"score": "9007199254740993"}, {"score": "0.5"}]
+
+
+def test_a_database_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    make_sqlite(tmp_path / "a.db", SQL_ROWS[:9])
+    with pytest.raises(SlurmGPUError, match=r"a\.db changed while it was read"):
+        plan_query("sqlite:a.db?SELECT id FROM docs ORDER BY id", tmp_path, lambda *_: os.utime(tmp_path / "a.db"))
+
+
+def test_both_readings_of_a_query_have_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a log of writes, the database's file does not show that somebody writes to it."""
+    make_sqlite(tmp_path / "a.db", SQL_ROWS[:9])
+    with contextlib.closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode = WAL")
+
+        def written_in_between(query: databases.Query, name: str, kinds: set[type]) -> Any:
+            other.execute("UPDATE docs SET id = 'a text'")
+            return arrow_type(query, name, kinds)
+
+        arrow_type = databases._arrow_type
+        monkeypatch.setattr(databases, "_arrow_type", written_in_between)
+        spec = plan_query("sqlite:a.db?SELECT id FROM docs ORDER BY id", tmp_path)
+    assert all_items(spec, tmp_path / "index") == [{"id": number} for number in range(9)]
 
 
 @pytest.mark.parametrize(

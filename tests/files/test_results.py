@@ -513,11 +513,17 @@ def test_values_of_failed_items_are_missing_in_pandas_and_no_zeros(merged, tmp_p
     frame = merged.to_pandas()
     for name in merged.columns:
         assert frame[name].isna()[merged.failed].all(), name
+    assert (frame["index"].tolist(), frame["index"].dtype) == (merged.index.tolist(), np.int64)
     assert frame["ok"].dtype == "boolean"
     assert int(frame["ok"].count()) == int((~merged.failed).sum())
     path = write(tmp_path / "whole.h5", columns={"n": Array("uint8")}, rows=[{"n": np.uint8(255).tobytes()}])
     with results.open(path) as whole:
         assert whole.to_pandas()["n"].dtype == np.uint8
+    rows = [ItemError("none"), {"n": np.uint8(7).tobytes()}]
+    path = write(tmp_path / "failed.h5", columns={"n": Array("uint8")}, rows=rows)
+    with results.open(path) as failed:
+        found = failed.to_pandas()["n"]
+        assert (found.dtype, found.isna().tolist(), found[1]) == ("UInt8", [True, False], 7)
 
 
 def as_arrow(value):
@@ -533,7 +539,7 @@ def as_arrow(value):
     return value
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, None), (3, 9), (5, 5), (9, 100)])
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (3, 9), (5, 3), (9, 100)])
 def test_arrow_has_every_column_and_null_for_failed_items(merged, start, stop):
     pytest.importorskip("pyarrow")
     table = merged.to_arrow(start, stop)

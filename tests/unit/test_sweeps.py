@@ -155,10 +155,17 @@ def test_ends_of_whole_numbers_are_drawn_too():
         assert {each["x"] for each in expand({"random": 200, "x": {kind: [3, 6]}}, 0)} == {3, 4, 5, 6}
 
 
+def test_as_many_as_the_grid_has_are_the_grid_in_its_order():
+    assert expand({**GRID, "random": 6}, 1) == expand(GRID, 1)
+
+
 def test_numbers_are_spread_as_the_distribution_says():
-    drawn = expand({"random": 4000, "u": {"uniform": [0, 100]}, "l": {"loguniform": [1e-4, 1]}}, 1)
-    assert sum(each["u"] < 25 for each in drawn) == pytest.approx(1000, abs=150)
+    table = {"u": {"uniform": [100, 200]}, "l": {"loguniform": [1e-4, 1]}}
+    drawn = expand({"random": 4000, **table, "i": {"int": [1, 4]}, "n": {"logint": [1, 8]}}, 1)
+    assert sum(each["u"] < 125 for each in drawn) == pytest.approx(1000, abs=150)
     assert sum(each["l"] < 1e-3 for each in drawn) == pytest.approx(1000, abs=150)
+    assert sum(each["i"] == 4 for each in drawn) == pytest.approx(1000, abs=150)
+    assert sum(each["n"] == 8 for each in drawn) == pytest.approx(4000 * math.log(9 / 8) / math.log(9), abs=60)
 
 
 # What it cannot stand for
@@ -238,6 +245,8 @@ def test_a_configuration_is_described_by_its_values_and_its_place(tmp_path):
     assert describe(data) == 'lr = 0.1, act = "relu", bias = true'
     assert describe({}) == "nothing of its own"
     assert describe({"text": "x" * 1000}).endswith("x…")
+    odd = {"name": "Größe", "raw": b"abc", "on": datetime.date(2026, 1, 2)}
+    assert describe(odd) == 'name = "Größe", raw = "3 bytes", on = "2026-01-02"'
     assert place_of(tmp_path / "sweep.jsonl", 3, {"lr": 0.1}) == "[sweep], configuration 3 (lr = 0.1)"
     assert place_of(tmp_path / "a.jsonl", 3, {"lr": 0.1}) == f"{tmp_path}/a.jsonl, item 3 (lr = 0.1)"
 
