@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gpu.findings import Machine, NotMeasured, finding, hold, logs_of
+from tests.gpu.findings import Machine, NotMeasured, finding, hold, logs_of, shared
 
 if TYPE_CHECKING:
     from slurmgpu.faults.verdicts import Verdict
@@ -113,7 +113,7 @@ def _probe(n_gpus: int, **environ: str) -> str:
     return done.stdout.strip()
 
 
-@functools.cache
+@shared
 def _trial(machine: Machine) -> dict[str, Verdict]:
     import slurmgpu
     from slurmgpu.faults.gpu_trial import try_gpus

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.findings import Machine, NotMeasured, finding, hold, logs_of
+from tests.gpu.findings import Machine, NotMeasured, finding, hold, logs_of, shared
 
 if TYPE_CHECKING:
     from slurmgpu.report.build import Report
@@ -79,7 +79,7 @@ def _model(machine: Machine) -> Path:
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     model, names = machine.folder / "model", _names(machine)
-    model.mkdir()
+    model.mkdir(exist_ok=True)  # a finding before may have failed in making it
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     made = Tokenizer(models.WordPiece({name: i for i, name in enumerate([*special, *names])}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -136,7 +136,7 @@ def _by_hand(machine: Machine) -> ByHand:
     return ByHand(time.perf_counter() - began, tokenizing, computing, vectors)
 
 
-@functools.cache
+@shared
 def _run(machine: Machine, n_tasks: int, length: tuple[int, int]) -> Report:
     """The report of a run over copies of the texts, with `n_tasks` tasks on the same GPU."""
     import slurmgpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -9,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 HELD, NOT_HELD, NOT_MEASURED = "held", "did not hold", "not measured"
 
 LOG_LINES = 60
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -84,6 +86,26 @@ def finding(limit_s: float = 30.0) -> Callable[[Callable[[Machine], str]], Findi
 def findings_of(module: ModuleType) -> list[Finding]:
     """The findings of a part, in order."""
     return [each for each in vars(module).values() if isinstance(each, Finding)]
+
+
+def shared(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: what several findings need, computed once; if that fails, each of them fails with the same error."""
+    found: dict[Any, T | Exception] = {}
+
+    @functools.wraps(function)
+    def once(*args: P.args, **kwargs: P.kwargs) -> T:
+        key = args, *sorted(kwargs.items())
+        if key not in found:
+            try:
+                found[key] = function(*args, **kwargs)
+            except Exception as error:
+                found[key] = error
+        value = found[key]
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return once
 
 
 def hold(holds: bool, figures: str, details: str = "") -> str:

@@ -73,7 +73,7 @@ def _make_config(folder: Path, shape: dict[str, int], n_words: int) -> LlamaConf
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # a finding before may have failed in making it
     vocabulary = {"<pad>": 0, **{f"w{i}": i for i in range(1, n_words)}}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.findings import Machine, NotMeasured, best_of, finding, hold
+from tests.gpu.findings import Machine, NotMeasured, best_of, finding, hold, shared
 
 if TYPE_CHECKING:
     from slurmgpu.training.outcome import Outcome
@@ -174,7 +174,7 @@ def the_batch_that_fits_is_found(machine: Machine) -> str:
     )
 
 
-@functools.cache
+@shared
 def _killed(machine: Machine) -> dict[bool, Path]:
     """The folders of two trainings that ran at the same time and were killed, by whether they were `deterministic`."""
     from tests.gpu.nets import train_until_killed

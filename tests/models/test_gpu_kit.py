@@ -19,7 +19,7 @@ from slurmgpu.util.gpus import GPU
 from tests.gpu import __main__ as kit
 from tests.gpu import findings as kit_findings
 from tests.gpu import record
-from tests.gpu.findings import HELD, NOT_HELD, NOT_MEASURED, Machine, NotMeasured, findings_of
+from tests.gpu.findings import HELD, NOT_HELD, NOT_MEASURED, Machine, NotHeld, NotMeasured, findings_of
 from tests.gpu.part import run
 from tests.gpu.record import Row
 from tests.support.runs import wait_until
@@ -253,6 +253,25 @@ def test_what_compiles_for_a_gpu_is_not_measured_without_a_compiler(tmp_path, mo
     Machine("cpu", 0, tmp_path).needs_compiler()  # a CPU's toy compiles nothing
     with pytest.raises(NotMeasured, match="there is no C compiler"):
         Machine("cuda:0", 1, tmp_path).needs_compiler()
+
+
+def test_what_findings_share_fails_alike_in_each_of_them(tmp_path):
+    """Else the second one finds the folder that the first has left, and says only that it exists."""
+    calls = []
+
+    @kit_findings.shared
+    def trial(machine, *, n):
+        calls.append(n)
+        raise NotHeld("1 row is missing")
+
+    machine = Machine("cpu", 0, tmp_path)
+    for n in (1, 1, 2):
+        with pytest.raises(NotHeld, match="1 row is missing"):
+            trial(machine, n=n)
+    assert calls == [1, 2]
+    llm = importlib.import_module("tests.gpu.llm")
+    for _ in range(2):
+        llm._make_config(tmp_path / "model", llm.TOY, llm.N_TOY_WORDS)
 
 
 def test_a_step_on_a_gpu_is_timed_by_the_gpu(monkeypatch):
