@@ -47,7 +47,7 @@ def snapshot_of(
     scope = Scope(
         base,
         None if container is None else [(str(name), str(path)) for name, path in container["packages"]],
-        inputs={str((file["source"] or file)["path"]) for file in plan.input["files"]},
+        inputs={file["path"] for file in plan.named_files},
     )
     options = {_option_in(text).lstrip("-").replace("-", "_") for text in settings if text.startswith("--")}
     former_files, former_read = (former.files, former.read) if former else ((), ())

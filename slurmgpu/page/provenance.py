@@ -53,7 +53,7 @@ def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
 def _files(plan: Plan) -> str:
     """The paths of the input's files; of more than MOST_FILES the first and the last."""
     # A repacked file lies in the run directory; its source is what the run file names.
-    paths = [(each["source"] or each)["path"] for each in plan.input["files"]]
+    paths = [each["path"] for each in plan.named_files]
     if len(paths) > MOST_FILES:
         paths = [paths[0], f"{len(paths) - 2:,} others", paths[-1]]
     return ", ".join(hidden(paths))

@@ -227,7 +227,7 @@ def build_report(
 
 def _planned(plan: Plan) -> dict[str, Any]:
     """What the rows are of, for readers without run.json; of an input of many files the first MOST_FILES."""
-    files = [(each["source"] or each) for each in plan.input["files"][:MOST_FILES]]
+    files = plan.named_files[:MOST_FILES]
     return {
         "workload": plan.workload,
         "settings": hidden(plan.settings),

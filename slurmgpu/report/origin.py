@@ -27,8 +27,7 @@ class Origin(TypedDict):
 
 def origin_of(plan: Plan) -> Origin:
     """The workload and the input of a plan."""
-    # A repacked file lies in the run directory; its source is what the run file names.
-    paths = [(each["source"] or each)["path"] for each in plan.input["files"][:MOST_NAMED]]
+    paths = [each["path"] for each in plan.named_files[:MOST_NAMED]]
     return {"workload": plan.workload, "input": {"n_files": len(plan.input["files"]), "files": hidden(paths)}}
 
 

@@ -133,6 +133,11 @@ class Plan:
         return start, min(start + self.shard_items, self.n_items)
 
     @property
+    def named_files(self) -> Sequence[SourceRecord]:
+        """The files of the input as the run file names them: a repacked one, which is the run's own, by its source."""
+        return [file["source"] or file for file in self.input["files"]]
+
+    @property
     def is_probe(self) -> bool:
         """Whether this is a probe."""
         return self.look == "probe"
