@@ -316,9 +316,8 @@ def merge_behind(run: Run, submission: int) -> int:
             f"{run.folder / 'submissions.jsonl'} has no submission {submission}, which this job should merge: its line "
             f"is damaged or was removed. To merge what is published: slurmgpu merge {run.typed}"
         )
-    if (
-        last["state"] == "ended"
-    ):  # then `slurmgpu cancel` takes this job for one that works, not one that tells of the end
+    if last["state"] == "ended":
+        # Else `slurmgpu cancel` takes this job for one that tells of the end.
         run.record_submission({"submission": submission, "merges_again": True})
     goes_on = False
     over = _locked_when_over(run, lambda: others_alive(run, last.get("array_job")))

@@ -61,17 +61,16 @@ class Listing:
                     file.write(json.dumps(line) + "\n")
         date_in_whole_seconds(path)
         about = f"{count_of(len(self.members), 'file')} of {' and '.join(self.roots[:3])}, {size_of(total)}"
-        if self.sharing:
-            about += f"; {self.sharing}"
+        if self.same_keys:
+            n_files, key = self.same_keys
+            about += f"; {n_files} of them share their key with another, such as {key!r}"
         return as_text(about), _outermost(folders)
 
     @functools.cached_property
-    def sharing(self) -> str:
-        """How many of the files have the key of another; an empty text if none has."""
+    def same_keys(self) -> tuple[int, str] | None:
+        """How many of the files have the key of another, and one such key; None if none has."""
         shared = {key: n for key, n in Counter(key for _, key in self.members).items() if n > 1}
-        if not shared:
-            return ""
-        return as_text(f"{sum(shared.values())} of them share their key with another, such as {next(iter(shared))!r}")
+        return (sum(shared.values()), next(iter(shared))) if shared else None
 
 
 def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:

@@ -271,16 +271,21 @@ def _listed(asked: ItemRequest, named: str | list[str]) -> Items | None:
             return None
         said, folders = found.write(made)
         spec = inputs.scan([made], asked.index, stride=asked.stride, of_format=file_items.Files())
-        return Items(replace(spec, folders=folders), [asked.index, made], said, lines=_same_names(asked, found.sharing))
+        lines = _same_names(asked, found.same_keys)
+        return Items(replace(spec, folders=folders), [asked.index, made], said, lines=lines)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 
 
-def _same_names(asked: ItemRequest, sharing: str) -> list[str]:
+def _same_names(asked: ItemRequest, same_keys: tuple[int, str] | None) -> list[str]:
     """A note if calls get the key of a file, by which they may name what they write, and files share it."""
-    if not sharing or "key" not in asked.workload.fields:
+    if same_keys is None or "key" not in asked.workload.fields:
         return []
-    return [f"Of the files, {sharing.replace('of them ', '', 1)}: what calls write under {{key}} is overwritten."]
+    n_files, key = same_keys
+    return [
+        f"Of the files, {n_files} share their key with another, such as {key!r}: what calls write under {{key}} is "
+        "overwritten."
+    ]
 
 
 def _promised(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec | None:

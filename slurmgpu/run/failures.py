@@ -42,7 +42,8 @@ class Policy:
     that names it as `rest`. `states` are Slurm's job states; `exit_code` is that of a task that could not write its
     record. `is_stop`: a signal ended it. `is_guess`: Slurm's accounting may know a cause that the attempt does not.
 
-    `says` follows the node's name at the beginning of a message. A class with `logged` is for batches that are too
+    `says` follows the node's name at the beginning of a message: in the record of a task, if the node is at fault, and
+    where a task could not write one. A class with `logged` is for batches that are too
     large: the batch is halved, and the worker's line about it in the log begins with this text.
     """
 
@@ -61,6 +62,11 @@ class Policy:
     ends_task: bool = False
     says: str = ""
     logged: str = ""
+
+    @property
+    def names_node(self) -> bool:
+        """Whether the message of a task's record begins with its node's name and `says`."""
+        return self.node_at_fault and bool(self.says)
 
     def outlook(self) -> str:
         """Whether another submission helps, in words."""

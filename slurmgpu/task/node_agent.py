@@ -160,8 +160,7 @@ class _Follower:
             kind, at_fault = error.kind, error.node_at_fault
         else:
             at_fault = POLICIES[kind].node_at_fault
-        follows_name = POLICIES[kind].says and POLICIES[kind].node_at_fault
-        message = str(error) if follows_name else f"{self._node}: {error}"
+        message = str(error) if POLICIES[kind].names_node else f"{self._node}: {error}"
         return {"kind": kind, "message": message, "node": self._node if at_fault else None}
 
     def _listen(self) -> None:

@@ -146,7 +146,7 @@ class Task:
         policy = POLICIES[failure]
         if policy.node_at_fault and self.record["bad_node"] is None:
             self.record["bad_node"] = self.record["node"]
-        if policy.says and policy.node_at_fault:
+        if policy.names_node:
             message = f"{self.record['bad_node']} {policy.says}: {message}"
         self.writer.fail(failure, message, trace)
         return 1
