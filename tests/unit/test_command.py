@@ -26,6 +26,7 @@ from slurmgpu.util.out_of_memory import OutOfMemoryError
 from slurmgpu.workload import Share
 from slurmgpu.workloads.command import (
     Command,
+    caller,
     outputs,
     placeholders,
     printed_row,
@@ -557,7 +558,7 @@ def test_a_row_that_lacks_a_column_has_all_that_it_wrote_as_a_name_may_be_mistyp
 
 
 def test_the_row_of_a_long_call_is_in_the_log_as_it_may_not_fit_the_columns(one, capfd, monkeypatch):
-    monkeypatch.setattr(workload, "LONG_CALL_S", 0.0)
+    monkeypatch.setattr(caller, "LONG_CALL_S", 0.0)
     assert one("print('{\"n\": null}')")(items("a")) == [{"n": None}]
     assert capfd.readouterr().err == 'item 0 | {"n": null}\n'
 
@@ -643,12 +644,12 @@ def test_a_slice_that_dies_is_halved_and_its_last_item_tried_again(score, tmp_pa
     assert (tmp_path / "calls").read_text() == "xxx"
 
 
-def test_a_program_that_resumes_may_hear_of_the_end_before_its_task_does(tmp_path, monkeypatch, caplog):
+def test_a_program_that_resumes_may_hear_of_the_end_before_its_task_does(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     run = [sys.executable, "-S", "-c", "raise SystemExit(1)", "{text}"]  # not by a signal: called once
-    command = loaded(tmp_path, monkeypatch, run=run, resumes=True)
     hears = iter([False, True])
-    monkeypatch.setattr(command, "_stopping", lambda: next(hears))
+    command = Command(run=run, columns={"n": "int32"}, resumes=True)
+    command.load(TaskContext("cpu", 0, tmp_path, stopping=lambda: next(hears)))
     with pytest.raises(Interrupted):
         command(items("a"))
     assert "the program was told to end, and left no row: " in caplog.text
@@ -963,8 +964,8 @@ def test_a_module_that_python_runs_by_name_runs_as_it_was_submitted(tmp_path, mo
     command = loaded(now, monkeypatch, run=line, columns=columns)
     assert command(items("a")) == [{"n": 2, "said": ["-m", "a"], "name": "tool.run"}]
     assert command.scripts == [Path("tool/run.py"), Path("tool/__init__.py")]
-    monkeypatch.setattr(PresentFiles, "as_submitted", lambda _, path: kept / path.relative_to(now))
-    command._submitted._scripts = {}
+    copies = {now / "tool/run.py": kept / "tool/run.py"}
+    monkeypatch.setattr(PresentFiles, "as_submitted", lambda _, path: copies.get(path, path))
     assert command(items("a")) == [{"n": 1, "said": ["-m", "a"], "name": "tool.run"}]
 
 
@@ -1203,12 +1204,12 @@ def test_what_fails_without_room_for_temporary_files_is_no_items_error(score, tm
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     command = score("write([row(item) for item in items if item['data']['text'] == 'a'])")
-    monkeypatch.setattr("slurmgpu.workloads.command.workload.LEAST_BYTES", 1 << 60)  # more than is left
+    monkeypatch.setattr("slurmgpu.workloads.command.caller.LEAST_BYTES", 1 << 60)  # more than is left
     assert command(items("a")) == [{"n": 1}]
     said = rf"^the folder for temporary files, {folder}, is full; \S+ exited with code 0, but wrote no row"
     with pytest.raises(NodeError, match=said):
         command(items("b"))
-    monkeypatch.setattr("slurmgpu.workloads.command.workload.LEAST_BYTES", 0)
+    monkeypatch.setattr("slurmgpu.workloads.command.caller.LEAST_BYTES", 0)
     assert "temporary" not in failing(command, items("b"))
     folder.rmdir()
     with pytest.raises(NodeError, match=f"^the folder for temporary files, {folder}, cannot be used: No such file"):

@@ -24,6 +24,7 @@ MAX_ARGUMENT_BYTES = 128 * 1024
 
 IN, OUT, START, END = "in", "out", "start", "end"
 OF_A_SLICE = (IN, START, END)
+SLICE, ONE, STREAM = "slice", "one", "stream"
 FILE = ":file"
 """Suffix of a field's name: pass the path of a file with the field's content instead of the content."""
 _NAME = re.compile(r"[\w-]+")
@@ -223,6 +224,39 @@ def _slot(name: str, formats: Mapping[str, set[str]]) -> Slot:
         )
     formats[first].add(rest or known[0])
     return Slot(first)
+
+
+def mode_of(line: CommandLine, *, stream: bool) -> str:
+    """How a program is called: for a slice of the input, for one item, or once as a stream; see SLICE, ONE, STREAM."""
+    found = [*line.named, *([OUT] if line.out else []), *line.fields]
+    if stream:
+        if found:
+            raise SlurmGPUError(
+                f"command: stream = true, and run has {{{found[0]}}}. A stream reads its items from "
+                f"standard input: remove one of the two.{escape_in_words(line.meant_as_text.get(found[0]))}"
+            )
+        return STREAM
+    if not found:
+        raise SlurmGPUError(
+            "command: run has no placeholder for an item, so all calls would be the same. Name a field of the "
+            "items, as in {text}, use {in} and {out}, or set stream = true."
+        )
+    if line.fields and line.named:
+        field = next(iter(line.meant_as_text), line.fields[0])
+        raise SlurmGPUError(
+            f"command: run has {{{field}}}, a field of one item, and {{{line.named[0]}}}, which stands "
+            f"for a slice. Use one or the other; {{in}} has all fields.{escape_in_words(line.meant_as_text.get(field))}"
+        )
+    if line.fields or line.out is None:
+        return ONE
+    if IN not in line and not (START in line and END in line):
+        raise SlurmGPUError("command: run has {out}, but nothing says for which items. Add {in}, or {start} and {end}.")
+    return SLICE
+
+
+def escape_in_words(text: str | None) -> str:
+    """How to escape the program's own braces, to append to an error."""
+    return "" if text is None else f" If the braces are the program's own, write {text}."
 
 
 def _interpreter(program: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether a program and its script can be started on this machine, and which of the user's modules it runs."""
+"""The program of a command and its scripts: which they are, and whether they can be started on this machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from fnmatch import fnmatch
 from itertools import count, islice, takewhile
 from pathlib import Path
 
+from slurmgpu.code.file_kinds import SCRIPTS
 from slurmgpu.code.files_in_source import OUTPUT_OPTIONS
-from slurmgpu.code.locator import Locator
-from slurmgpu.code.started_modules import INTERPRETERS
+from slurmgpu.code.locator import Locator, is_others
+from slurmgpu.code.started_modules import INTERPRETERS, file_of_module, module_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.workloads.command.placeholders import Slot
 
@@ -30,6 +31,10 @@ _OF_CODE = re.compile(r"-\w*[ceE]|-m|--eval")
 _LONGEST_ENTRY = 1 << 12
 _MOST_ENTRIES = 1000
 """How many entries of a folder for outputs are looked at."""
+_CODE = SCRIPTS | {".ipynb"}
+"""Suffixes of files that are code."""
+_LONGEST_SCRIPT = 1 << 20
+"""The largest file, in bytes, that is taken for one of the user's scripts."""
 _IMPORTED = re.compile(rb"(?m)^[ \t]*(?:from|import)[ \t]+([A-Za-z_]\w*)")
 RUN_MODULE = str(Path(__file__).with_name("run_module.py"))
 """The script that runs like `-m MODULE`, given FOLDER and MODULE, with the modules of FOLDER first."""
@@ -160,6 +165,39 @@ def check_script(texts: Mapping[int, str]) -> None:
         f"command: there is no script {script!r} for {Path(texts[launcher]).name} at {path.absolute()}."
         f"{did_you_mean(script, beside)}"
     )
+
+
+def scripts_of(program: str, texts: Mapping[int, str], path: str | None) -> list[Path]:
+    """The scripts among the arguments; the one that the command starts comes before those that are its arguments.
+
+    These are: files below the working folder, which is the run file's folder; files elsewhere whose names are
+    those of code and that are not installed; the file of a module that Python or a launcher runs by
+    `-m package.module`, with the files of its packages; the script of a program on `path` that imports the user's
+    modules. A launcher is none of them, also in an environment below the working folder.
+    """
+    here = Path.cwd().resolve()
+    found = [Path(text) for text in texts.values() if not is_launcher(text)]
+    if (module := module_of(texts)) is not None and (file := file_of_module(module[1])) is not None:
+        packages = [folder / "__init__.py" for folder in file.parents if folder != Path()]
+        found = [file, *(each for each in packages if each.is_file()), *found]
+    places = [(each, each.resolve()) for each in found]
+    entry = entry_script(program, path)
+    return ([] if entry is None else [entry]) + [
+        each
+        for each, place in places
+        if (place.is_relative_to(here) or (place.suffix in _CODE and not is_others(str(place)))) and _is_script(each)
+    ]
+
+
+def _is_script(path: Path) -> bool:
+    """Whether a file is a script, by its suffix or its first line; data files are not copied."""
+    try:
+        if not path.is_file() or path.stat().st_size > _LONGEST_SCRIPT:
+            return False
+        with open(path, "rb") as file:
+            return path.suffix in _CODE or file.read(2) == b"#!"
+    except OSError:
+        return False
 
 
 def entry_script(program: str, path: str | None) -> Path | None:
