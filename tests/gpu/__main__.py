@@ -52,7 +52,11 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     started = time.monotonic()
-    found = visible_gpus()
+    try:
+        found = gpus.probe(1) if gpus.count() else []  # none without a driver
+    except GPUFaultError as error:
+        print(f"nothing was proven: the GPUs of this machine cannot be used: {error}")
+        return EXIT_NOTHING_PROVEN
     names = ", ".join(gpu.name for gpu in found) or "no GPU: each part runs on the CPU, at a toy size"
     patience = 1 if found else PATIENCE
     print(f"{names}. At most {sum(PARTS.values()) * patience / 60:.0f} minutes.", flush=True)
@@ -60,6 +64,7 @@ def main() -> int:
     marks, words = (MARKS, {}) if found else ({**MARKS, HELD: "·"}, {HELD: "ran"})
     rows: list[Row] = []
     written: Path | None = None
+    results = RESULTS
     claims = {each.claim for findings in choose(list(PARTS)).values() for each in findings}
     with contextlib.ExitStack() as stack:
         # All processes start now: the first part spends most of its time starting processes, and times nothing.
@@ -74,27 +79,23 @@ def main() -> int:
                     print("    " + row.trace.rstrip().replace("\n", "\n    "), flush=True)
                 rows.append(row)
                 if found:  # after each finding, so that an interrupted proof leaves a record
-                    written = record.write(RESULTS, found, rows, claims)
+                    try:
+                        written = record.write(results, found, rows, claims)
+                    except OSError as error:  # the repository may be read-only, or its disk full
+                        results = Path(tempfile.mkdtemp(prefix="slurmgpu-gpu-record-"))
+                        written = record.write(results, found, rows, claims)
+                        print(f"{error}; the record is written to {results}", flush=True)
             print(f"== {part} took {time.monotonic() - begun:.0f} s", flush=True)
     counts = record.count([row.verdict for row in rows], words)
     print(f"{counts}; {time.monotonic() - started:.0f} s", flush=True)
     if written is not None:
-        print(f"written: {written.relative_to(HOME)}")
+        print(f"written: {written.relative_to(HOME) if written.is_relative_to(HOME) else written}")
     if any(row.verdict == NOT_HELD for row in rows):
         return EXIT_NOT_HELD
     if not found or not any(row.verdict == HELD for row in rows):
         print("nothing was proven: there is no GPU" if not found else "nothing was proven: nothing could be measured")
         return EXIT_NOTHING_PROVEN
     return EXIT_HELD
-
-
-def visible_gpus() -> Sequence[gpus.GPU]:
-    """The GPUs of this machine; none without a driver."""
-    try:
-        return gpus.probe(1) if gpus.count() else []
-    except GPUFaultError as error:
-        print(f"the GPUs of this machine cannot be used: {error}", file=sys.stderr)
-        return []
 
 
 def choose(names: Sequence[str]) -> dict[str, list[Finding]]:
@@ -254,5 +255,13 @@ def _code(process: subprocess.Popen[bytes]) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
+def end(signum: int, _: object) -> None:
+    """End like after Ctrl-C: the parts' processes, which have sessions of their own, end, too."""
+    sys.exit(128 + signum)
+
+
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP under nohup
+            signal.signal(number, end)
     sys.exit(main())

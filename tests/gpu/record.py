@@ -42,11 +42,13 @@ def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row], claims:
 
     Rows of an earlier record with the same versions stay if their claim is still one of `claims`, unless `rows` has a
     new measurement of it. A finding that could not be measured now, for want of time for example, keeps its old row.
+    The head counts the claims without a row. OSError if the file cannot be written; an earlier one stays then.
     """
     gpu = found[0]
+    cards = Counter(f"{each.name}, {each.memory_bytes / 1e9:.1f} GB" for each in found)
     path = results / (re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-") + ".md")
     facts = [
-        f"- {len(found)} × {gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, driver {gpu.driver}, for CUDA {gpu.cuda}",
+        f"- {', '.join(f'{n} × {card}' for card, n in cards.items())}, driver {gpu.driver}, for CUDA {gpu.cuda}",
         f"- {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, {', '.join(versions())}",
     ]
     parts: dict[str, dict[str, list[str]]] = {}  # per part: each claim, with its other cells
@@ -67,12 +69,16 @@ def write(results: Path, found: Sequence[gpus.GPU], rows: Sequence[Row], claims:
         else:
             measured_of[_cell(row.claim)] = measured
     verdicts = [cells[0] for measured_of in parts.values() for cells in measured_of.values()]
-    lines = [f"# {gpu.name}", "", "`python -m tests.gpu`", "", *facts, f"- {count(verdicts, {})}"]
+    n_untried = len(known.difference(*parts.values()))
+    untried = f", {n_untried} not tried" if n_untried else ""
+    lines = [f"# {gpu.name}", "", "`python -m tests.gpu`", "", *facts, f"- {count(verdicts, {})}{untried}"]
     for part, measured_of in parts.items():
         lines += ["", f"## {part}", "", "| what must hold | | figures | measured |", "| --- | --- | --- | --- |"]
         lines += [f"| {' | '.join([claim, *cells])} |" for claim, cells in measured_of.items()]
     results.mkdir(exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    beside = path.with_suffix(".new")  # a proof may be stopped at any moment
+    beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    beside.replace(path)
     return path
 
 

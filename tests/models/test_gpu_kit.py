@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from slurmgpu.errors import GPUFaultError
 from slurmgpu.util.gpus import GPU
 from tests.gpu import __main__ as kit
 from tests.gpu import findings as kit_findings
@@ -183,9 +185,14 @@ def test_the_record_of_a_gpu_has_a_row_for_each_finding(tmp_path):
     assert path == results / "NVIDIA-H100-80GB-HBM3.md"
     text = path.read_text()
     assert "- 1 × NVIDIA H100 80GB HBM3, 85.0 GB, driver 580.1, for CUDA 13.0" in text
-    assert "- 1 held, 1 did not hold, 0 not measured" in text
+    assert "- 1 held, 1 did not hold, 0 not measured\n" in text
     assert "| It holds | held | 1 \\| 2 |" in text
     assert "| It is fast | did not hold | slow |" in text
+    others = [replace(gpu, name="NVIDIA L4", memory_bytes=24 * 10**9), gpu]
+    text = record.write(results, [gpu, *others], rows[:1], ["It holds", "It is fast", "It is small"]).read_text()
+    assert "- 2 × NVIDIA H100 80GB HBM3, 85.0 GB, 1 × NVIDIA L4, 24.0 GB, driver 580.1, for CUDA 13.0" in text
+    assert "- 1 held, 0 did not hold, 0 not measured, 2 not tried\n" in text
+    assert [*results.iterdir()] == [path]
 
 
 def test_a_record_keeps_what_was_measured_before_with_the_same_versions(tmp_path):
@@ -218,13 +225,67 @@ def test_a_finding_that_the_parts_time_cuts_short_is_not_measured(tmp_path, monk
     assert last.figures == "the part's 3 s are used up"
 
 
+def show_a_gpu(monkeypatch):
+    monkeypatch.setattr(kit.gpus, "count", lambda: 1)
+    monkeypatch.setattr(kit.gpus, "probe", lambda n: [GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1")])
+
+
+def test_gpus_that_cannot_be_used_end_the_proof_at_once(monkeypatch, capsys):
+    """The toys of a CPU would take minutes, and say nothing about it."""
+
+    def probe(n):
+        raise GPUFaultError("cuInit failed with code 803: system has unsupported display driver")
+
+    monkeypatch.setattr(kit.gpus, "count", lambda: 1)
+    monkeypatch.setattr(kit.gpus, "probe", probe)
+    monkeypatch.setattr(sys, "argv", ["tests.gpu"])
+    assert kit.main() == kit.EXIT_NOTHING_PROVEN
+    assert "nothing was proven: the GPUs of this machine cannot be used: cuInit failed" in capsys.readouterr().out
+
+
+def test_a_repository_that_cannot_be_written_costs_the_proof_no_row(tmp_path, monkeypatch, capsys):
+    def rows(part, findings, n_gpus, limit_s, process):
+        return (Row(part, claim, HELD, "1", 1.0) for claim in ("It holds", "It is fast"))
+
+    results = tmp_path / "results"
+    results.write_text("no folder, as for a file system that is read-only")
+    monkeypatch.setattr(kit, "RESULTS", results)
+    monkeypatch.setattr(kit.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(kit, "run_part", rows)
+    monkeypatch.setattr(kit, "process_of", lambda part, n_gpus: contextlib.nullcontext())
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", "core"])
+    show_a_gpu(monkeypatch)
+    assert kit.main() == kit.EXIT_HELD
+    [written] = tmp_path.glob("slurmgpu-gpu-record-*/A-GPU.md")
+    assert "| It is fast | held | 1 |" in written.read_text()
+    said = capsys.readouterr().out
+    assert said.count("results'; the record is written to ") == 1
+    assert f"written: {written}" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_proof_that_is_stopped_leaves_no_process(tmp_path, number):
+    """As Slurm and `timeout` stop it; the parts have sessions of their own."""
+    command = [sys.executable, "-m", "tests.gpu", "influence", "embedding"]
+    environ = {**os.environ, **IDLE, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=HOME, env=environ, stdout=subprocess.PIPE, text=True) as proof:
+        assert proof.stdout.readline()
+        assert "== influence" in proof.stdout.readline()
+        children = Path(f"/proc/{proof.pid}/task/{proof.pid}/children").read_text().split()
+        assert len(children) == 2
+        proof.send_signal(number)
+        assert proof.wait(timeout=60) == 128 + number
+    assert [pid for pid in children if Path("/proc", pid).exists()] == []
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_who_stops_a_part_has_a_record_of_what_it_found_before(tmp_path, monkeypatch):
     def rows(part, findings, n_gpus, limit_s, process):
         yield Row(part, "It holds", HELD, "1", 1.0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(kit, "RESULTS", tmp_path)
-    monkeypatch.setattr(kit, "visible_gpus", lambda: [GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1")])
+    show_a_gpu(monkeypatch)
     monkeypatch.setattr(kit, "run_part", rows)
     monkeypatch.setattr(kit, "process_of", lambda part, n_gpus: contextlib.nullcontext())
     monkeypatch.setattr(sys, "argv", ["tests.gpu", "core"])
@@ -337,7 +398,7 @@ def test_a_part_has_the_time_that_those_before_it_left(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(kit, "RESULTS", tmp_path)
     monkeypatch.setattr(kit, "HOME", tmp_path)
-    monkeypatch.setattr(kit, "visible_gpus", lambda: [GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1")])
+    show_a_gpu(monkeypatch)
     monkeypatch.setattr(kit, "run_part", rows)
     monkeypatch.setattr(kit, "process_of", lambda part, n_gpus: contextlib.nullcontext())
     monkeypatch.setattr(sys, "argv", ["tests.gpu"])
