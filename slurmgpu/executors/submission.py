@@ -22,7 +22,8 @@ from slurmgpu.merge import merge
 from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.build import Report, command_to_continue, every_item_failed, retriable
 from slurmgpu.run import owners
-from slurmgpu.run.directory import Run, protect
+from slurmgpu.run.creation import protect
+from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import is_orphaned, processes_here
 from slurmgpu.run.lock import Lock, run_lock
 from slurmgpu.run.submissions import ENDS, Submission, SubmissionLine, is_of_processes, jobs_of

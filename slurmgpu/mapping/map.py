@@ -33,7 +33,7 @@ from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.shard_size import TARGET_SHARDS
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.progress import telling
-from slurmgpu.run.directory import reserved_run_dir
+from slurmgpu.run.creation import reserved_run_dir
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.mapped_function import MAPPED
 from slurmgpu.shards.column_types import RESULT

@@ -20,7 +20,8 @@ from slurmgpu.operations.replacement import PLANNED, check_room, remove_left, ro
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.variants import Drafts, Variant
 from slurmgpu.report.build import is_complete
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.shared_files import status_of

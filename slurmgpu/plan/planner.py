@@ -38,7 +38,8 @@ from slurmgpu.plan.shard_size import TARGET_SHARDS, ShardSize, shard_size
 from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file, substitutions
 from slurmgpu.plan.sweep_keys import refuse_variants
 from slurmgpu.plan.written_keys import written_in
-from slurmgpu.run.directory import Run, refuse_existing
+from slurmgpu.run.creation import refuse_existing
+from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan, Provenance
 from slurmgpu.run.submissions import Git
 from slurmgpu.shards.columns import Column, check_columns, columns_to_json

@@ -22,7 +22,8 @@ from slurmgpu.plan.run_path import run_path
 from slurmgpu.plan.site_file import RunFileSource, path_of, read_run_file
 from slurmgpu.plan.sweep_keys import split_sweep
 from slurmgpu.plan.variant_names import as_text, names_beside, respelled
-from slurmgpu.run.directory import Run, refuse_existing
+from slurmgpu.run.creation import refuse_existing
+from slurmgpu.run.directory import Run
 from slurmgpu.run.sweep_file import listed_runs, record_runs, was_submitted
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import exists

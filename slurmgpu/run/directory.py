@@ -7,61 +7,42 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import os
 import re
 import shlex
-import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run import private
 from slurmgpu.run.claims import Claims
 from slurmgpu.run.frozen_plan import RUN_FORMAT, RUN_VERSION, FileRecord, InputRecord, Plan
-from slurmgpu.run.lock import hold
 from slurmgpu.run.recompute import Recompute, read_recompute
 from slurmgpu.run.records import Record, Unread, read_record
-from slurmgpu.run.submissions import ENDS, DirectoryId, SubmissionLine, as_seen_in, directory_id
+from slurmgpu.run.submission_log import append_submission, read_submissions
+from slurmgpu.run.submissions import SubmissionLine
 from slurmgpu.shards.names import shard_name
-from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
-    OTHERS_WRITE,
     UnusableFileError,
     exists,
-    is_folder,
     list_fresh,
     list_names,
     make_folder,
-    may,
-    move,
-    naming,
     read_bytes,
     read_with_status,
-    replace,
-    retried,
-    status_of,
 )
-from slurmgpu.util.typed_json import check_kinds
-from slurmgpu.util.users import expanded, name_in_words
+from slurmgpu.util.users import expanded
 
 log = logging.getLogger(__name__)
 
-RECORDING_S = 20.0
-"""Appending a line takes less time; a process that holds the lock longer is dead."""
-N_APPENDED = 3
-SMALL_BYTES = 1 << 20
 MOST_RECORD_BYTES = 64 << 20
 """More than the record of an attempt that published every shard of the largest run."""
 FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
-_NEVER_NULL = {"submission", "executor", "state"}
-"""Keys of a line of submissions.jsonl."""
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
 
 
@@ -270,25 +251,7 @@ class Run:
         If the run directory was copied while tasks were alive, they do not belong to the copy: there the submission
         has ended and is `copied`.
         """
-        merged: dict[int, SubmissionLine] = {}
-        try:
-            lines = read_bytes(self.folder / "submissions.jsonl").splitlines()
-        except FileNotFoundError:
-            return []
-        for line in lines:
-            try:
-                value = json.loads(line)
-                if isinstance(value, dict):
-                    check_kinds(value, SubmissionLine, _NEVER_NULL & value.keys())
-            except (ValueError, RecursionError):
-                continue  # blank, cut short by a full disk or a kill, or not what a line may hold
-            if isinstance(value, dict) and type(value.get("submission")) is int:
-                merged.setdefault(value["submission"], cast(SubmissionLine, {})).update(cast(SubmissionLine, value))
-        # A submission whose first line is damaged cannot be used.
-        found = [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
-        # The directory does not matter for submissions that have ended: `list` reads it for few of many runs.
-        own: DirectoryId = directory_id(self.folder) if any(line["state"] not in ENDS for line in found) else {}
-        return [as_seen_in(line, own) for line in found]
+        return read_submissions(self.folder)
 
     def submission(self, number: int) -> SubmissionLine:
         """One submission, merged from its lines; nothing but its number if these are gone or damaged."""
@@ -308,140 +271,18 @@ class Run:
 
     def make_folders(self) -> None:
         """Make the folders of the run that are not there: a copy may lack those that were empty."""
-        _make_folders(self.folder)
+        for name in FOLDERS:
+            # As `creation.protect` has it, from the beginning.
+            make_folder(self.folder / name, 0o755 if name == "logs" else 0o777)
 
     def record_submission(self, value: SubmissionLine) -> None:
         """Append a line to submissions.jsonl; lines of one submission have the same number `submission`.
 
         One process at a time: on NFS, two processes that append at once overwrite each other's line.
         """
-        own: DirectoryId = directory_id(self.folder) if "executor" in value else {}
-        path = self.folder / "submissions.jsonl"
         if "executor" in value:
             self.make_folders()
-        if exists(path) and not may(path, os.W_OK):
-            if "executor" in value:
-                owner = name_in_words(path.stat().st_uid)
-                raise SlurmGPUError(f"Only {owner} may write {path}: have {owner} submit this run.")
-            log.warning("%s belongs to another user, so this is not recorded: %s", path, value)
-            return
-        with hold(self.folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
-            shown = private.keep(self.folder, str(value["submission"]), value)
-            line = json.dumps({**shown, **own}).encode() + b"\n"
-            for _ in range(N_APPENDED):
-                retried(lambda: _append(path, line))
-                if line in read_bytes(path).splitlines(keepends=True):
-                    return
-        raise SlurmGPUError(f"A line that was written to {path} is missing from it: its file system loses data.")
-
-
-def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
-    """Make the run directory in one step; refuse an existing one.
-
-    `files`, and folders of files, are moved into it. If two processes make the same run at once, one succeeds.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with beside(folder) as partial:
-        make_folder(partial)
-        _make_folders(partial)
-        for file in files:
-            if file.is_dir():
-                make_folder(partial / file.name)
-                for inner in sorted(file.iterdir()):
-                    move(inner, partial / file.name / inner.name)
-                fsync_dir(partial / file.name)
-            else:
-                move(file, partial / file.name)
-        text = json.dumps(private.keep(partial, private.PLAN, plan.to_json()), indent=2, ensure_ascii=False) + "\n"
-        mode = stat.S_IMODE(retried((partial / "logs").stat).st_mode) & 0o644
-        write_bytes(partial / "run.json", text.encode("utf-8", "backslashreplace"), mode=mode)
-        protect(partial)
-        try:
-            replace(partial, folder)  # fails on a directory that is not empty
-        except OSError:
-            refuse_existing(folder)
-            raise
-    fsync_dir(folder.parent)
-    return Run(folder, plan)
-
-
-def _make_folders(folder: Path) -> None:
-    for name in FOLDERS:
-        make_folder(folder / name, 0o755 if name == "logs" else 0o777)  # as `protect` has it, from the beginning
-
-
-def protect(folder: Path) -> None:
-    """Protect what is executed, if this user owns the run directory and others may write in it.
-
-    run.json, submissions.jsonl, and logs/ with Submitit's scripts and pickles say what is run. Others may add files,
-    shards and records, but cannot remove or rename the owner's files in the directory, or write to logs/.
-    """
-    found = retried(folder.stat)
-    if found.st_uid != os.geteuid():
-        return
-    for name in ("logs", "run.json", "submissions.jsonl"):
-        path = folder / name
-        if exists(path) and (status := retried(path.stat)).st_uid == os.geteuid():
-            mode = stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE
-            if mode != stat.S_IMODE(status.st_mode):  # a file system without modes refuses to be told one
-                retried(partial(path.chmod, mode))
-    if (mode := stat.S_IMODE(found.st_mode)) & OTHERS_WRITE:
-        retried(lambda: folder.chmod(mode | stat.S_ISVTX))
-
-
-def free_run_dir(folder: Path, name: str) -> Path:
-    """The run directory of that name in a folder, or the next free one: `count`, `count-2`."""
-    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
-    return next(path for each in names if status_of(path := folder / each) is None)
-
-
-@contextlib.contextmanager
-def reserved_run_dir(folder: Path, name: str) -> Iterator[Path]:
-    """Reserve the free run directory of that name for the block, as an empty folder that nobody else takes.
-
-    If no run is in it at the end, it is removed, and so is `folder` if this made it.
-    """
-    made = not exists(folder)
-    while True:
-        path = free_run_dir(folder, name)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-            break
-        except FileExistsError:
-            if not is_folder(folder):
-                raise
-        except FileNotFoundError:  # another process has removed the folder that it made
-            continue
-    try:
-        yield path
-    finally:
-        for each in (path, *([folder] if made else [])):
-            with contextlib.suppress(OSError):  # it is not empty
-                each.rmdir()
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raise SlurmGPUError if `folder` holds a run, or anything else."""
-    if status_of(folder / "run.json") is not None:
-        typed = shlex.quote(str(folder))
-        raise SlurmGPUError(
-            f"{folder} already holds a run. `slurmgpu resubmit {typed}` computes what it lacks, and "
-            f"`slurmgpu status {typed}` shows it. For another run, name another directory with --run-dir (in Python: "
-            f"run_dir=, or name= of slurmgpu.map)."
-        )
-    if status_of(folder) is not None and not (is_folder(folder) and not list_names(folder)):
-        raise SlurmGPUError(f"{folder} exists and is not a run directory; name another with --run-dir.")
-
-
-def _append(path: Path, line: bytes) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    with naming(path), os.fdopen(fd, "a+b") as file:
-        if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-            line = b"\n" + line  # the line before was cut short
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+        append_submission(self.folder, value)
 
 
 def _read_record(path: Path) -> Record | Unread:

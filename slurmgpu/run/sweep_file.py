@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.directory import RECORDING_S, Run
+from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import hold
+from slurmgpu.run.submission_log import RECORDING_S
 from slurmgpu.util.atomic_files import write_json
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import UnusableFileError, exists, read_bytes

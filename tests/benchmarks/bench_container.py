@@ -23,7 +23,8 @@ from pathlib import Path
 from unittest import mock
 
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from tests.benchmarks import judge, print_table, private_slurm, write_project
 from tests.benchmarks.bench_overhead import SMALL_ROWS, check, wall
 from tests.support.images import Apptainer, make_images

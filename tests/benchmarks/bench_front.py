@@ -24,7 +24,8 @@ from typing import Any
 from unittest import mock
 
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
 from slurmgpu.run.submissions import Submission
 from slurmgpu.task.supervisor import Task

@@ -26,7 +26,8 @@ from submitit.core.utils import DelayedSubmission
 
 from slurmgpu.executors import job_entry
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from tests.benchmarks import judge, print_table, private_slurm, write_project
 
 HOME = str(Path(__file__).parents[2])

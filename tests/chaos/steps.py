@@ -11,7 +11,7 @@ from slurmgpu.executors.job_entry import run_local_task
 from slurmgpu.operations.submit import submission_of
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run import heartbeats, liveness
-from slurmgpu.run.directory import create_run
+from slurmgpu.run.creation import create_run
 
 ELSEWHERE = {"host": "elsewhere", "pids": [1]}
 """Where tasks work that nobody here can look up: only what they write tells whether they are alive."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.run.directory import create_run
+from slurmgpu.run.creation import create_run
 from slurmgpu.shards.names import partial_name, partials_of
 from slurmgpu.util.atomic_files import beside, partial_path, write_bytes, write_json_text, write_new
 from slurmgpu.util.shared_files import FULL

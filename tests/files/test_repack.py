@@ -29,7 +29,8 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, Reader, databases, find, query_in, repack_query, repack_table, scan
 from slurmgpu.inputs.repack import GROUP_ITEMS
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from tests.support.limited import memory_of_scan
 from tests.support.nightly import by_night
 

@@ -7,7 +7,7 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.slurm import Slurm
-from slurmgpu.run import directory as module
+from slurmgpu.run import submission_log as module
 from slurmgpu.run.submissions import Submission, gres_names, shares_gpus
 from tests.support.runs import planned_run
 

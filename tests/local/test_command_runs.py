@@ -21,7 +21,7 @@ from slurmgpu.operations import earlier_run
 from slurmgpu.plan.binds import container_binds
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import read_toml
-from slurmgpu.run.directory import create_run
+from slurmgpu.run.creation import create_run
 from slurmgpu.workloads.command import process
 from tests.support.nightly import by_night
 from tests.support.runs import (

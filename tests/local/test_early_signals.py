@@ -16,7 +16,8 @@ from slurmgpu.executors.slurm import Slurm
 from slurmgpu.executors.submission import merge_behind
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.attempts import Accounted, attempts_of
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import RUN_LOCK
 from slurmgpu.slurm.own_job import own_job
 from tests.files.test_shard_claimer import stale

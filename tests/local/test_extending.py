@@ -14,7 +14,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.extension import OF_INPUT, extend
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from tests.support.nightly import by_night
 from tests.support.runs import make_project
 

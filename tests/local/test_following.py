@@ -12,7 +12,7 @@ import pytest
 
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run import rendezvous
-from slurmgpu.run.directory import create_run
+from slurmgpu.run.creation import create_run
 from slurmgpu.run.rendezvous import Rendezvous, join_rendezvous
 from tests.support.images import NOBODY
 from tests.support.runs import records, wait_until

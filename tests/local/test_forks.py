@@ -15,7 +15,7 @@ from submitit.core.utils import DelayedSubmission
 import slurmgpu
 from slurmgpu.executors import job_entry
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.run.directory import create_run
+from slurmgpu.run.creation import create_run
 from slurmgpu.run.records import Attempt
 from slurmgpu.task.spare_worker import fork_worker
 from slurmgpu.task.worker_process import EXIT_STOPPED

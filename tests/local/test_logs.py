@@ -23,7 +23,8 @@ from slurmgpu.logs.places import last_end, line_number, search_until, tail_start
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.build import read_report, report_path
 from slurmgpu.run.claims import Claim
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from slurmgpu.search import cached_run
 from slurmgpu.search.classes import events_of_class
 from slurmgpu.search.excerpts import BEFORE, N_LINES, excerpt_around, excerpt_of_attempt

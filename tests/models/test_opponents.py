@@ -8,7 +8,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.run.directory import create_run
+from slurmgpu.run.creation import create_run
 from slurmgpu.shards.columns import Json, Text, columns_to_json, convert_row
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.userblock import Reader, read_userblock

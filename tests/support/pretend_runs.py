@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurmgpu.report.build import Joined, build_report, count_failed
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.run.submissions import Submission
 from slurmgpu.task.telemetry import GPU_VALUES, HOST_VALUES, TELEMETRY_FORMAT, TELEMETRY_VERSION

@@ -13,7 +13,7 @@ import h5py
 
 import slurmgpu
 from slurmgpu.run.claims import Claims
-from slurmgpu.run.directory import create_run
+from slurmgpu.run.creation import create_run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.slurm import queue
 from slurmgpu.util.pids import DEAD, look

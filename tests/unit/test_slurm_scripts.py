@@ -11,7 +11,8 @@ from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
 from slurmgpu.executors import manual, slurm_jobs, slurm_preview
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.plan.run_file import RunFile, parse_slurm_options, parse_table
-from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.creation import create_run
+from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands
 from tests.support.pretend_runs import Pretended

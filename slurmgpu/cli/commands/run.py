@@ -175,7 +175,7 @@ def _free(run_dir: Path, given: Mapping[str, Any]) -> Path:
 
     A look has its own directory, which the next look replaces; the folder of a sweep is reused.
     """
-    from slurmgpu.run.directory import free_run_dir
+    from slurmgpu.run.creation import free_run_dir
     from slurmgpu.util.shared_files import exists
 
     is_look = given.get("limit") is not None or given.get("items") is not None
@@ -185,7 +185,7 @@ def _free(run_dir: Path, given: Mapping[str, Any]) -> Path:
 def _earlier(run_dir: str, program: Sequence[str]) -> Path | None:
     """The last run by the program's name, if `run_dir` is the next that is free."""
     from slurmgpu.operations.earlier_run import earlier_run_dir
-    from slurmgpu.run.directory import free_run_dir
+    from slurmgpu.run.creation import free_run_dir
 
     name = _name_of(program)
     is_next = Path(run_dir) == free_run_dir(Path("runs"), name)
