@@ -406,6 +406,7 @@ class Task:
         return None
 
     def _stopped(self, signum: int) -> int:
+        self._learn_end()  # no worker may have begun yet
         name = signal.Signals(signum).name
         by_hand = signum in (signal.SIGINT, signal.SIGHUP) or self._is_cancelled()
         is_near = self._is_near_end()

@@ -64,11 +64,12 @@ def hears():
 def work(tmp_path, monkeypatch):
     """`work(*workers, …)`: the exit code and the record of a task whose workers, one after another, run this code.
 
-    The attempt has claimed the run's only shard. Each worker gets what the test has changed of its `attempt`.
+    The attempt has claimed the run's only shard. Each worker gets what the test has changed of its `attempt`; `told` is
+    when its walltime ends, as Slurm says later.
     """
     run = planned_run(tmp_path / "run", lease_s=0.6)
 
-    def work(*workers, **attempt):
+    def work(*workers, told=None, **attempt):
         left = list(workers)
 
         def worker(self, assignment):
@@ -76,7 +77,7 @@ def work(tmp_path, monkeypatch):
             return [sys.executable, "-I", "-S", "-c", SAYS + left.pop(0), str(run.tasks / "7_0.0.json")], {}
 
         monkeypatch.setattr(Launcher, "worker", worker)
-        task = Task(run, Attempt("7", 0, **attempt))
+        task = Task(run, Attempt("7", 0, **attempt), lambda: told)
         run.claims.take(0, task._leases.claim)
         code = task.run_worker()
         assert left == []
@@ -196,6 +197,18 @@ def test_a_signal_near_the_end_of_the_walltime_is_its_end_and_the_shard_was_too_
     assert (record["failure"], record["message"]) == ("cancelled", "stopped by SIGINT; its shards were given back")
     code, record = work("tell('loading'); to_task(signal.SIGTERM); time.sleep(600)", end_time=time.time() + 60)
     assert (record["failure"], record["message"]) == ("timeout", "stopped by SIGTERM; its shards were given back")
+
+
+def test_a_task_that_is_stopped_before_its_first_worker_knows_the_end_of_its_walltime(work, monkeypatch):
+    def prepare(self, pause):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        pause(60.0)
+
+    monkeypatch.setattr(Launcher, "prepare", prepare)
+    for told, failure in ((time.time() + 60, "timeout"), (time.time() + 3600, "preempted"), (None, "preempted")):
+        code, record = work(told=told)
+        assert (code, record["failure"], record["end_time"]) == (75, failure, told)
+        assert record["message"] == "stopped by SIGUSR2; its shards were given back"
 
 
 LEAVES = "tell('left', shard=0); done('told to stop')"

@@ -177,9 +177,12 @@ def test_a_shard_that_outlasts_the_walltime_is_given_back_and_none_is_taken_that
     wait_for_end(fitting)
     check_rows(fitting, 64)
     first = [r for r in records(fitting) if r["submission"] == 1]
-    assert {(r["failure"], r["reason"]) for r in first} == {("timeout", "deadline")}
-    logs = [(fitting / "run" / "logs" / f"{r['job']}_{r['task']}_0_log.err").read_text() for r in first]
-    assert all(log.splitlines()[-1].endswith("too little of the walltime was left") for log in logs)
+    # On a busy machine Slurm's notice, half a minute before the end, may come while a task begins.
+    ends = {"deadline": "too little of the walltime was left", None: "stopped by SIGUSR2; its shards were given back"}
+    for r in first:
+        log = (fitting / "run" / "logs" / f"{r['job']}_{r['task']}_0_log.err").read_text()
+        assert r["failure"] == "timeout"
+        assert log.splitlines()[-1].endswith(ends[r["reason"]])
     output, _ = process.communicate(timeout=250)
     assert process.returncode == 3, output
     assert report(outlasting)["failures"] == {"timeout": 1}
