@@ -6,6 +6,7 @@ A process forks before it has threads, and before it imports anything of the use
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -36,7 +37,8 @@ NO_THREADS = "can't start new thread"
 def is_of_limit(error: BaseException) -> bool:
     """Whether an error says that no process, or no thread, could be started: what to say of it is TOO_MANY."""
     if isinstance(error, BlockingIOError):
-        return error.filename is None  # else a file system's
+        # Else a file system's. HDF5's of a locked file, and Python's of a pipe that is full, have texts of their own.
+        return error.filename is None and error.strerror == os.strerror(errno.EAGAIN)
     return isinstance(error, RuntimeError) and str(error) == NO_THREADS
 
 

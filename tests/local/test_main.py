@@ -65,7 +65,9 @@ def test_a_full_disk_is_one_also_where_the_file_is_not_known(failing, capsys):
     assert "A file that it writes: No space left on device. Free space" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "no"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), RuntimeError("can't start new thread")]
+)
 def test_a_limit_on_processes_and_threads_is_named(failing, capsys, error):
     assert failing(error) == 2
     assert capsys.readouterr().err.startswith("error: This machine starts no more processes for you")
