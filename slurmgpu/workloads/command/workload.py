@@ -140,14 +140,17 @@ class Command:
         return {**os.environ, **self._env}.get("PATH")
 
     def check_here(self) -> None:
-        """Refuse a program that this machine lacks or cannot start, and a script that does not exist.
-
-        A warning names folders for outputs that have files already.
-        """
+        """Refuse a program that this machine lacks or cannot start, and a script that does not exist."""
         check_program(self._program, self._search_path)
         check_script(self._line.texts)
-        for option, folder, entry in filled_folders(self._line.arguments):
-            _warn_of_files(option, folder, entry)
+
+    def check_input(self, files: Sequence[Path], n_items: int) -> list[str]:
+        """A note on each folder for outputs that has files already."""
+        return [
+            f"{folder}, which {option} names, has files already, such as {entry}: a script that continues from its "
+            "checkpoints, or skips what is there, uses them. To begin again, remove them or name another folder."
+            for option, folder, entry in filled_folders(self._line.arguments)
+        ]
 
     def place(self, share: Share) -> Placement:
         """One process, which has all GPUs of its task."""
@@ -308,14 +311,6 @@ class Command:
         if self._match is not None and item.data.get(self._match) is None:
             raise ItemError(f"the item has no field {self._match!r}, which match needs")
         return request_of(item.index, item.seed, item.data, self._line.items, has_index=self._match is None)
-
-
-@functools.cache  # once for all runs of a sweep
-def _warn_of_files(option: str, folder: str, entry: str) -> None:
-    log.warning(
-        "%s, which %s names, has files already, such as %s: a script that continues from its checkpoints, or skips "
-        "what is there, uses them. To begin again, remove them or name another folder.", folder, option, entry,
-    )  # fmt: skip
 
 
 def _start_stream(program: SubmittedProgram, guard: Guard, out: Lines, err: ToLog) -> Child:
