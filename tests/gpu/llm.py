@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
     from slurmgpu.llm.interface.engine import EngineOptions, Output, Place, Request
-    from slurmgpu.llm.prompts.codec import Encoded, Finished
+    from slurmgpu.llm.prompts.encoded import Encoded, Finished
     from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
     from slurmgpu.llm.transformers_engine.engine import TransformersEngine
     from slurmgpu.llm.transformers_engine.graph_check import Verdict

@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from slurmgpu.llm.interface.engine import EngineOptions, Prompt, Request, Sampling
-from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished, PromptError
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import Encoded, Finished, PromptError
 from slurmgpu.llm.prompts.templates import Template
 from slurmgpu.llm.vllm_engine.engine import VllmEngine
 from tests.support.tiny_models import TEMPLATE, make_tokenizer
@@ -19,7 +20,7 @@ def codec(folder, *, added=(), special=(), template=TEMPLATE, **options):
 
 def split(made, tokenizer, answer, prompt="<s>1"):
     ids = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (prompt, answer)]
-    output = made.decode(Finished(Encoded(Request(0, Prompt(), Sampling()), ids[0]), ids[1], "stop"))
+    output = made.decoder.decode(Finished(Encoded(Request(0, Prompt(), Sampling()), ids[0]), ids[1], "stop"))
     return output.text, output.reasoning
 
 
@@ -124,7 +125,7 @@ def test_a_turn_of_the_assistant_that_goes_on_is_as_the_template_writes_it(tmp_p
     assert list(encoded.tokens[: len(wanted)]) == wanted
     assert (len(encoded.tokens) > len(wanted)) == bool(special)
     assert tokenizer.eos_token_id not in encoded.tokens
-    assert made.reasoning_of(encoded) is None
+    assert made.decoder.reasoning_of(encoded) is None
 
 
 HEADED = (
@@ -239,7 +240,7 @@ def going_on(made, tokenizer, said, so_far, prompt="1"):
     asked = Request(0, Prompt(prompt), Sampling())
     encoded = made.encode(asked)
     tokens = tuple(said) if not isinstance(said, str) else tuple(tokenizer(said, add_special_tokens=False)["input_ids"])
-    output = made.decode(Finished(encoded, tokens, "stop"))
+    output = made.decoder.decode(Finished(encoded, tokens, "stop"))
     more = replace(asked.prompt, so_far=so_far, generated=output.generated)
     found = made.encode(replace(asked, prompt=more))
     assert found.tokens[: len(encoded.tokens)] == encoded.tokens
@@ -267,7 +268,9 @@ def test_an_answer_goes_on_behind_the_reasoning_that_led_to_it(tmp_path, templat
     found, encoded = going_on(made, tokenizer, said, so_far)
     assert found == expected
     # What it then generates is all answer, and its beginnings can be gone on with as well.
-    more = made.decode(Finished(encoded, tuple(tokenizer("8\n9", add_special_tokens=False)["input_ids"]), "stop"))
+    more = made.decoder.decode(
+        Finished(encoded, tuple(tokenizer("8\n9", add_special_tokens=False)["input_ids"]), "stop")
+    )
     assert (more.text, more.reasoning) == ("8\n9", "")
     longer = replace(encoded.request.prompt, so_far=so_far + "8\n", generated=more.generated)
     last = made.encode(replace(encoded.request, prompt=longer)).tokens

@@ -22,7 +22,7 @@ from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question
 from slurmgpu.llm.interface.sampling import choose
 from slurmgpu.llm.interface.sampling_rules import Kinds, Rules
 from slurmgpu.llm.models.source import find_model
-from slurmgpu.llm.prompts.codec import Encoded, Finished
+from slurmgpu.llm.prompts.encoded import Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous, continuous_sampling, selfcheck
 from slurmgpu.llm.transformers_engine.continuous import Needs
 from tests.support.engines import tokens_of

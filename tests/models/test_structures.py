@@ -18,7 +18,8 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Output, Place, Prompt, Request, Sampling
 from slurmgpu.llm.models.source import find_model
-from slurmgpu.llm.prompts.codec import Codec, Encoded
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import Encoded
 from slurmgpu.llm.prompts.structures import check_structure, lark_of, structure_of
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher
 from slurmgpu.shards.columns import Array, Json, Text, convert_row

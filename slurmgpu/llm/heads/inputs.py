@@ -9,7 +9,8 @@ from typing import Any
 
 from slurmgpu.llm.heads.head import HeadInput
 from slurmgpu.llm.interface.engine import Composed, EngineOptions, Message, Prompt
-from slurmgpu.llm.prompts.codec import Codec, PromptError, refuse_surrogates
+from slurmgpu.llm.prompts.codec import Codec, refuse_surrogates
+from slurmgpu.llm.prompts.encoded import PromptError
 from slurmgpu.llm.prompts.truncation import shorten
 
 STEP, END = "\ufdd1", "\ufdd2"
@@ -113,7 +114,7 @@ class HeadCodec:
                 truncation="only_second",
                 max_length=self._context,
             )
-        self.codec.check_known(whole["input_ids"])
+        self.codec.vocabulary.check_known(whole["input_ids"])
         types = whole["token_type_ids"] if "token_type_ids" in self._tokenizer.model_input_names else ()
         return EncodedInput(asked.id, tuple(whole["input_ids"]), n_cut, types=tuple(types))
 
@@ -143,7 +144,7 @@ class HeadCodec:
 
     def _pieces(self, text: str) -> list[int]:
         """The tokens of a text with marks, without the tokenizer's own at its ends."""
-        return [*self.codec.pieces(self.codec.parts(text))]
+        return [*self.codec.vocabulary.pieces(self.codec.parts(text))]
 
 
 def _messages(asked: HeadInput, answer: str | None) -> list[Message]:

@@ -32,8 +32,8 @@ from slurmgpu.llm.interface.engine import (
     Sampling,
     Scores,
 )
-from slurmgpu.llm.prompts.codec import THINK, THOUGHT
 from slurmgpu.llm.prompts.images import check_pillow, data_url, place_of_images
+from slurmgpu.llm.prompts.vocabulary import THINK, THOUGHT
 from slurmgpu.llm.server_engine import response_format
 from slurmgpu.llm.server_engine.http_client import Client, Reply
 from slurmgpu.llm.server_engine.liveness import Liveness

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.interface.sampling import prepare_kernels
 from slurmgpu.llm.interface.sampling_rules import Kinds
-from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import Encoded, Finished
 from slurmgpu.llm.transformers_engine import continuous_sampling
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
 from slurmgpu.llm.transformers_engine.grammars import Grammars
@@ -386,7 +387,7 @@ class Continuous:
         sampling = encoded.request.sampling
         logprobs = tuple(output.logprobs) if sampling.logprobs else None
         ended = bool(tokens) and tokens[-1] in self._loaded.eos_ids
-        if sampling.stop and not ended and self._codec.has_stopped(tokens, sampling.stop):
+        if sampling.stop and not ended and self._codec.decoder.has_stopped(tokens, sampling.stop):
             if not output.is_finished():
                 manager.cancel_request(output.request_id)
             return Finished(encoded, tokens, "stop", logprobs)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.interface.sampling import leave_next, restrict
 from slurmgpu.llm.interface.sampling_rules import Kinds, Rules
-from slurmgpu.llm.prompts.codec import Encoded
+from slurmgpu.llm.prompts.encoded import Encoded
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher, unpack
 
 if TYPE_CHECKING:

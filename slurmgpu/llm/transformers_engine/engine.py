@@ -10,7 +10,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.batching import budget_of
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
 from slurmgpu.llm.interface.sampling import prepare_kernels
-from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import Encoded, PromptError
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded, load_model
@@ -68,7 +69,7 @@ class TransformersEngine:
             self._decodings.decide()
         batches = self._continuous or self._static
         for finished in batches.generate(encoded):
-            yield self._codec.decode(finished)
+            yield self._codec.decoder.decode(finished)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores, in any order, grouped by adapter."""

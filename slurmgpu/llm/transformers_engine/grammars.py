@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.prompts.codec import Codec, Encoded
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import Encoded
 from slurmgpu.llm.prompts.structures import lark_of, library
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Grammars:
     def grammar_of(self, encoded: Encoded) -> str | None:
         """The grammar of everything that the model generates for a request; None if the request has no structure."""
         structure = encoded.request.sampling.structure
-        return None if structure is None else lark_of(structure, self._codec.reasoning_of(encoded), self._ends)
+        return None if structure is None else lark_of(structure, self._codec.decoder.reasoning_of(encoded), self._ends)
 
     def start(self, encoded: Encoded) -> Matcher | None:
         """A matcher at the beginning of a request's answer; None if the request has no structure."""

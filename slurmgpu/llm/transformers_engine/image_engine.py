@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.batching import budget_of
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
-from slurmgpu.llm.prompts.codec import Codec, PromptError
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import PromptError
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.image_batches import ImageBatches, ImageModel
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, ShownRequest, load_processor, marks_of
@@ -61,7 +62,7 @@ class ImageEngine:
                 else:
                     asked.append(found)
             for finished in self._batches.generate(asked):
-                yield self._codec.decode(finished)
+                yield self._codec.decoder.decode(finished)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores, in any order."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import EngineOptions, Prompt, Request
-from slurmgpu.llm.prompts.codec import Codec, Encoded, PromptError
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import Encoded, PromptError
 from slurmgpu.llm.prompts.images import check_pillow, open_image
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class ImagePrompts:
             found = self._processor(text=[parts[at]], images=[*images], add_special_tokens=False, return_tensors="pt")
         except REFUSES as error:
             raise PromptError(f"the model's image processor rejects the images: {error}") from error
-        before, after = [*self._codec.pieces(parts[:at])], [*self._codec.pieces(parts[at + 1 :])]
+        before, after = [*self._codec.vocabulary.pieces(parts[:at])], [*self._codec.vocabulary.pieces(parts[at + 1 :])]
         ids = found["input_ids"]
         tensors = {name: each for name, each in found.items() if name not in ("input_ids", "attention_mask")}
         if wrong := [name for name, each in tensors.items() if not isinstance(each, torch.Tensor) or not each.dim()]:

@@ -11,7 +11,8 @@ from slurmgpu.llm.interface.engine import FinishReason
 from slurmgpu.llm.interface.host_copies import HostCopies
 from slurmgpu.llm.interface.sampling import choose, log_probabilities
 from slurmgpu.llm.interface.sampling_rules import Rules
-from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import Encoded, Finished
 from slurmgpu.llm.transformers_engine.grammars import Grammars, Matcher
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Chooser:
                 return "error"
         if row.tokens[-1] in self._ends:
             return "stop"
-        if self._codec.has_stopped(row.tokens, row.encoded.request.sampling.stop):
+        if self._codec.decoder.has_stopped(row.tokens, row.encoded.request.sampling.stop):
             return "stop"
         return "length" if row.more <= 0 else None
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, n_common, n_that_fit
 from slurmgpu.llm.interface.engine import Prompt, Question, Scores, Tokens
-from slurmgpu.llm.prompts.codec import Codec, PromptError
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import PromptError
 from slurmgpu.llm.prompts.truncation import shorten
 from slurmgpu.llm.transformers_engine import caches
 from slurmgpu.llm.transformers_engine.packing import Text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slurmgpu.llm.interface.engine import Sampling
 from slurmgpu.llm.interface.sampling import perturb, restrict
 from slurmgpu.llm.interface.sampling_rules import Rules
-from slurmgpu.llm.prompts.codec import Encoded, Finished
+from slurmgpu.llm.prompts.encoded import Encoded, Finished
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 
 if TYPE_CHECKING:

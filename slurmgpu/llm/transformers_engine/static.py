@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, n_that_fit
 from slurmgpu.llm.interface.engine import Tokens
 from slurmgpu.llm.interface.sampling_rules import Rules
-from slurmgpu.llm.prompts.codec import Encoded, Finished
+from slurmgpu.llm.prompts.encoded import Encoded, Finished
 from slurmgpu.llm.transformers_engine.decoding import Decoding
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.prefill import Prefill

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from slurmgpu.llm.interface.batching import n_common
 from slurmgpu.llm.interface.engine import Likelihood, Passage, Tokens
-from slurmgpu.llm.prompts.codec import Codec, PromptError
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import PromptError
 
 
 @dataclass(frozen=True)

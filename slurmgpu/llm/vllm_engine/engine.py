@@ -33,7 +33,8 @@ from slurmgpu.llm.models.adapters import digest_of_adapter, rank_of
 from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.placement.needs import look_at
 from slurmgpu.llm.placement.parallelism import VLLM_QUANTIZATIONS, check_vllm
-from slurmgpu.llm.prompts.codec import Codec, Encoded, Finished, PromptError
+from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.encoded import Encoded, Finished, PromptError
 from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.prompts.structures import lark_of
 from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, load_processor, marks_of
@@ -109,7 +110,7 @@ class VllmEngine:
         for one, output in zip(encoded, outputs, strict=True):
             # vLLM has replaced each image token by the image's own tokens.
             whole = replace(one, tokens=tuple(output.prompt_token_ids)) if one.request.prompt.images else one
-            yield self._codec.decode(_finished(whole, _answer(output)))
+            yield self._codec.decoder.decode(_finished(whole, _answer(output)))
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores."""
@@ -185,7 +186,7 @@ class VllmEngine:
             "min_p": sampling.min_p,
             "stop": list(sampling.stop),
             # vLLM itself only knows the tokenizer's, and searches a text without special tokens for stop texts.
-            "stop_token_ids": [*self._stop_ids, *self._codec.stop_ids_of(sampling.stop)],
+            "stop_token_ids": [*self._stop_ids, *self._codec.decoder.stop_ids_of(sampling.stop)],
             "detokenize": bool(sampling.stop),  # vLLM needs text only to find stop texts
         }
         if sampling.temperature > 0:
@@ -195,7 +196,7 @@ class VllmEngine:
         if sampling.structure is not None:
             from vllm.sampling_params import StructuredOutputsParams
 
-            lark = lark_of(sampling.structure, self._codec.reasoning_of(encoded), self._stop_ids)
+            lark = lark_of(sampling.structure, self._codec.decoder.reasoning_of(encoded), self._stop_ids)
             arguments["structured_outputs"] = StructuredOutputsParams(grammar=lark)
         return arguments
 
