@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slurmgpu.code.snapshots import tree_digest
+from slurmgpu.code.snapshots import digest_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 DIGESTS: dict[str, str] = {}
@@ -88,7 +88,7 @@ def note_imported(names: Iterable[str], folder: Path) -> list[str]:
         if path is not None and path.endswith(".py"):
             noted.add(name)
             with contextlib.suppress(OSError, SyntaxError, ValueError):
-                digest = tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path)
+                digest = digest_of(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path)
                 status = retried(Path(path).stat, BRIEF_PATIENCE_S)
                 present = {"mtime": status.st_mtime, "size": status.st_size}
                 DIGESTS[path] = digest if _stats.get(path, present) == present else ""
@@ -106,6 +106,6 @@ def forget_changed() -> None:
 
 def _has_changed(path: str, digest: str) -> bool:
     try:
-        return tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path) != digest
+        return digest_of(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path) != digest
     except (OSError, SyntaxError, ValueError):
         return True

@@ -35,6 +35,8 @@ _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 _OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out", "namespaces", "read"})
 _SHOWN_DIGITS = 4
 """The least number of digits of a shortened digest."""
+_digests: dict[bytes, str] = {}
+"""The digests of sources, by that of their bytes."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,14 @@ def _changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:
     if before.get("image") != now.get("image"):
         found.append("the image differs" if before.get("image") and now.get("image") else "only one has an image")
     return found
+
+
+def digest_of(source: bytes, path: str, tree: ast.Module | None = None) -> str:
+    """`tree_digest` of a source, computed once in this process: a plan asks for it twice, a notebook at each plan."""
+    key = hashlib.sha256(source).digest()
+    if (known := _digests.get(key)) is None:
+        known = _digests[key] = tree_digest(source, path, tree)
+    return known
 
 
 def tree_digest(source: bytes, path: str, tree: ast.Module | None = None) -> str:

@@ -6,20 +6,19 @@ Nothing is imported: the planning process may have imported an older version, an
 
 from __future__ import annotations
 
-import ast
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmgpu.code import names_in_shell
-from slurmgpu.code.files_in_source import FilesInSource, folders_above, texts_in
 from slurmgpu.code.kept_files import KeptFile, KeptFiles
 from slurmgpu.code.locator import Locator
 from slurmgpu.code.named_files import NamedFiles
 from slurmgpu.code.read_files import ReadFiles
 from slurmgpu.code.shell_scripts import ShellScripts
-from slurmgpu.code.snapshots import ReadFile, SourceFile, tree_digest
+from slurmgpu.code.snapshots import ReadFile, SourceFile
+from slurmgpu.code.source_facts import facts_of
 from slurmgpu.code.trace_notes import TraceNotes
 from slurmgpu.code.user_code import UserCode
 from slurmgpu.errors import SlurmGPUError
@@ -108,24 +107,22 @@ class Tracer:
             self.shells.add(path, source, is_started=file.is_started)
             return
         try:
-            tree = ast.parse(source, file.path)
+            facts = facts_of(source, self.code.package_of(file), is_script=file.is_script)
         except (SyntaxError, ValueError, RecursionError) as error:
             if file.needed and not isinstance(error, RecursionError):
                 raise _not_python(path, error) from error
             return  # it may be for another version of Python
         # The digest of a script is that of its bytes: its first line, or comments as in PEP 723, may say what runs it.
         if file.is_script:
-            notes.look_for_slurm(file.name, names_in_shell.without_usage("\n".join(texts_in(tree))))
+            notes.look_for_slurm(file.name, names_in_shell.without_usage("\n".join(facts.texts)))
         else:
-            file.digest = tree_digest(source, file.path, tree)
-        try:
-            imported = self.code.add_imports(file, tree)
-            named = FilesInSource(tree)
-            notes.look_for_outputs(file.name, named, self._options, is_started=file.is_started)
-            n_above = folders_above(tree) if b"__file__" in source else 0
-            self.named.add_all(path, named, n_above, imported)
-        except RecursionError:  # an expression of a thousand operators
+            file.digest = facts.digest
+        imported = set[str]() if facts.imports is None else self.code.add_imports(file, facts.imports)
+        if facts.named is None:
             notes.leave_out(f"Some imports and reads of {path} are unknown, because it is nested too deeply.")
+            return
+        notes.look_for_outputs(file.name, facts.named, self._options, is_started=file.is_started)
+        self.named.add_all(path, facts.named, facts.n_above, imported)
 
     def _read_files(self, files: Iterable[SourceFile]) -> tuple[ReadFile, ...]:
         """The files that code reads from disk, without those that it has in the snapshot."""

@@ -86,10 +86,13 @@ class UserCode:
         for name in sorted(name for package in packages for name in self._modules_below(package)):
             self.add_module(name)
 
-    def add_imports(self, file: KeptFile, tree: ast.Module) -> set[str]:
+    def package_of(self, file: KeptFile) -> str:
+        """The package whose modules a file's relative imports name, "" for none."""
+        return file.package or (self._package_of_script(Path(file.path)) if file.is_script else "")
+
+    def add_imports(self, file: KeptFile, imports: ImportsInSource) -> set[str]:
         """Add what a file imports; the names of all that it imports, also of others' modules."""
         path, package = Path(file.path), file.package
-        imports = ImportsInSource(tree, package or (self._package_of_script(path) if file.is_script else ""))
         for each in imports.path_folders:
             self._search_path_folder(each, path, is_script=file.is_script)
         for name in sorted(imports.stars):

@@ -435,6 +435,19 @@ def names_in(folder, **more):
     return [file.name for file in code.files], [sentence for sentence in code.left_out if READ not in sentence]
 
 
+def test_a_process_that_plans_again_parses_what_was_edited_and_nothing_else(signed, monkeypatch):
+    folder, parse, parsed = signed(), ast.parse, set()
+    names_in(folder)
+    monkeypatch.setattr(ast, "parse", lambda source, *more: parsed.add(source) or parse(source, *more))
+    names_in(folder)
+    assert not parsed
+    (folder / "signed.py").write_text("import rules\n" + WORKLOAD)
+    (folder / "rules.py").write_text("# of another run\n")
+    names, _ = names_in(folder)
+    assert "rules.py" in names
+    assert parsed == {(folder / name).read_bytes() for name in ("signed.py", "rules.py")}
+
+
 @pytest.mark.parametrize(("argv", "found"), [("3", False), ('["rules.py", "--fast"]', True)])
 def test_argv_is_a_setting_like_any_other_of_a_workload(signed, argv, found):
     folder = signed()

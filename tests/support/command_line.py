@@ -23,6 +23,8 @@ from pathlib import Path
 from tests.support import fsyncs
 
 ROOT = Path(__file__).parents[2]
+WORKLOADS = str(Path(__file__).with_name("sample_workloads.py"))
+"""What most tests plan: the process that forks has parsed it, which takes 10 of a plan's 25 ms."""
 
 SERVER = """
 import atexit, contextlib, gc, importlib, json, os, runpy, select, signal, socket, sys, threading, time
@@ -31,6 +33,7 @@ gc.disable()
 import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
 import slurmgpu.executors.local, slurmgpu.executors.local_slots, slurmgpu.executors.slurm
 import slurmgpu.executors.submission, slurmgpu.report.status, slurmgpu.worker.main
+from slurmgpu.code.source_facts import facts_of
 from slurmgpu.executors import slot
 
 
@@ -116,7 +119,9 @@ def leave(code):
 
 
 skip_on_this_disk()
-for module in sys.argv[2:]:
+with open(sys.argv[2], "rb") as file:
+    facts_of(file.read(), "", is_script=False)
+for module in sys.argv[3:]:
     importlib.import_module(module)
 with socket.socket(fileno=int(sys.argv[1])) as listener:
     gc.enable()
@@ -166,7 +171,7 @@ class CommandLine:
             listener.bind(self._address)
             listener.listen(64)
             self._server = subprocess.Popen(
-                [python, "-c", inspect.getsource(fsyncs) + SERVER, str(listener.fileno()), *imports],
+                [python, "-c", inspect.getsource(fsyncs) + SERVER, str(listener.fileno()), WORKLOADS, *imports],
                 env={**os.environ, **self._env},
                 cwd="/",
                 pass_fds=[listener.fileno()],
