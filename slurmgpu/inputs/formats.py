@@ -59,10 +59,11 @@ _CONVERTED = {
 CHUNK_BYTES = 1 << 20
 """The bytes of a file that are read at once for indexing."""
 
-Find = Callable[[int, int], tuple[int, int, int | None]]
-"""Maps items start..stop-1 of a file to an indexed item at or before `start`, its offset, and the end of reading.
+ADVICE = "Restore the file, or plan a new run."
+"""What to do about a file that has changed since planning."""
 
-The end is None if the file must be read to its end."""
+Find = Callable[[int, int], tuple[int, int, int]]
+"""Maps items start..stop-1 of a file to an indexed item at or before `start`, its offset, and the end of reading."""
 
 
 class Rows(Protocol):

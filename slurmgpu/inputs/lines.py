@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.compression import decompressing
-from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows, refuse_doubled
+from slurmgpu.inputs.formats import ADVICE, CHUNK_BYTES, Find, Format, Preview, Rows, refuse_doubled
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.records import RecordFinder, split
 
@@ -261,7 +261,7 @@ class LineRows:
         self._source = source
         self._find = find
         self._file: BinaryIO = open(source.path, "rb")  # noqa: SIM115 - closed by close
-        self._place: tuple[int, int | None] | None = None
+        self._place: tuple[int, int] | None = None
         self._block: list[bytes] = []
 
     def close(self) -> None:
@@ -279,8 +279,14 @@ class LineRows:
             block = self._block
         else:
             self._file.seek(begin)
-            data = self._file.read(-1 if end is None else end - begin)
+            data = self._file.read(end - begin)
             block = split(data, quoting=self._source.format.quoting)
+            # Attributes from a cache may hide that the file was cut, and a part of a text is a text.
+            if len(block) < stop - first or len(data) < end - begin:
+                raise SlurmGPUError(
+                    f"The input has changed since the run was planned: {self._source.path} lacks items behind byte "
+                    f"{begin}. {ADVICE}"
+                )
             is_kept = 2 * (stop - start) <= len(block)
             self._place, self._block = ((begin, end), block) if is_kept else (None, [])
         return [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs.formats import Rows, named
+from slurmgpu.inputs.formats import ADVICE, Rows, named
 from slurmgpu.inputs.index import Index
 from slurmgpu.inputs.lines import Lines
 from slurmgpu.inputs.repack import RepackedLines
@@ -22,7 +22,6 @@ from slurmgpu.run.recompute import spans_of
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import retried
 
-_ADVICE = "Restore the file, or plan a new run."
 _N_LOOKED_AT = 64
 
 
@@ -88,7 +87,7 @@ class Reader:
         path = self._spec.files[number].path
         items = range(self._bounds[number], self._bounds[number + 1])
 
-        def find(start: int, stop: int) -> tuple[int, int, int | None]:
+        def find(start: int, stop: int) -> tuple[int, int, int]:
             first, begin, end = self._index.span(number, items, items.start + start, items.start + stop)
             return first - items.start, begin, end
 
@@ -128,12 +127,12 @@ def _check_unchanged(file: InputFile) -> None:
         status = retried(Path(file.path).stat)
     except OSError as error:
         raise SlurmGPUError(
-            f"The input has changed since the run was planned: {file.path} cannot be read ({error.strerror}). {_ADVICE}"
+            f"The input has changed since the run was planned: {file.path} cannot be read ({error.strerror}). {ADVICE}"
         ) from error
     if file.size_bytes != PROMISED and (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
         raise SlurmGPUError(
             f"The input has changed since the run was planned: {file.path} had {file.size_bytes} bytes, written "
-            f"{_time(file.mtime_ns)}; it has {status.st_size}, written {_time(status.st_mtime_ns)}. {_ADVICE}"
+            f"{_time(file.mtime_ns)}; it has {status.st_size}, written {_time(status.st_mtime_ns)}. {ADVICE}"
         )
 
 

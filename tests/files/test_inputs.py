@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -468,7 +469,7 @@ def test_a_range_beyond_the_input_is_a_bug(folder: Path) -> None:
     [
         (lambda index: b"", "is not an index"),
         (lambda index: b"X" + index[1:], "is not an index"),
-        (lambda index: index[:8] + b"\2" + index[9:], "has version 2; this slurmgpu reads version 1"),
+        (lambda index: index[:8] + b"\1" + index[9:], "has version 1; this slurmgpu reads version 2"),
         (lambda index: index[:-1], "is damaged"),
         (lambda index: index + b"\0" * 8, "is damaged"),
         (lambda index: index[:16] + b"\7" + index[17:], "belongs to another plan"),
@@ -493,7 +494,74 @@ def test_the_index_has_the_layout_of_its_page(folder: Path) -> None:
     content = folder.with_name("index").read_bytes()
     assert content[:8] == b"slgpuidx"
     numbers = [int.from_bytes(content[at : at + 8], "little") for at in (8, 16, 24, 32)]
-    assert numbers == [1, 2, 2, 3]  # version, stride, files, offsets
+    assert numbers == [2, 2, 2, 3]  # version, stride, files, offsets
     assert content[40:72].hex() == spec.digest
-    offsets = [int.from_bytes(content[at : at + 8], "little") for at in range(72, len(content), 8)]
+    entries = [int.from_bytes(content[at : at + 8], "little") for at in range(72, len(content), 8)]
+    offsets = [entry & (1 << 48) - 1 for entry in entries]
     assert offsets == [0, 3, *(0, 3, 6)]  # each file's first item; items 0, 2 and 4
+    k = 0x9E3779B97F4A7C15
+    checks = [(offset + i * k) * k % (1 << 64) >> 48 for i, offset in enumerate(offsets, 1)]
+    assert [entry >> 48 for entry in entries] == checks
+
+
+def test_any_flipped_bit_of_an_index_is_found(folder: Path) -> None:
+    lines = [f"{i:07}\n" for i in range(28)]  # of eight bytes: a bit more or less is the beginning of another line
+    put(folder, a_txt="".join(lines[:18]), b_txt="".join(lines[18:]))
+    spec, index = plan(folder, stride=4), folder.with_name("index")
+    content = index.read_bytes()
+    for place, items in ((1, (18, 19)), (5, (12, 16)), (7, (20, 21))):  # b.txt's first item, and items 12 and 20
+        for bit in range(64):
+            flipped = bytearray(content)
+            flipped[72 + 8 * place + bit // 8] ^= 1 << bit % 8
+            index.write_bytes(flipped)
+            words = f"index .* offset {place} is not what was written. Plan the run again"
+            with Reader(spec, index) as reader, pytest.raises(SlurmGPUError, match=words):
+                reader.read(*items)
+
+
+def test_offsets_on_a_page_that_never_reached_the_disk_are_refused(folder: Path) -> None:
+    put(folder, a_txt="x\n" * 999)
+    spec, index = plan(folder, stride=1), folder.with_name("index")
+    content = index.read_bytes()
+    index.write_bytes(content[:4096] + bytes(len(content) - 4096))
+    with Reader(spec, index) as reader:
+        assert reader.read(0, 500)
+        with pytest.raises(SlurmGPUError, match="offset 600 is not what was written"):
+            reader.read(599, 601)
+
+
+def test_an_index_whose_handle_is_stale_is_opened_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(folder, a_txt="x\ny\n")
+    index = folder.with_name("index")
+    with Reader(plan(folder, stride=1), index) as reader:
+        real, stale = os.preadv, {int(name) for name in os.listdir("/proc/self/fd") if _leads_to(name, index)}
+        assert stale
+
+        def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+            if fd in stale:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(os, "dup2", lambda new, old, inheritable=True: stale.discard(old))
+        assert reader.read(1, 2) == [{"text": "y"}]
+
+
+def _leads_to(name: str, path: Path) -> bool:
+    try:
+        return Path(f"/proc/self/fd/{name}").readlink() == path
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("left", ["x\nyy\nz", "x\n"])
+def test_a_file_that_was_cut_behind_attributes_of_a_cache_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    put(folder, a_txt="x\nyy\nzzz\n")
+    spec = plan(folder)
+    (folder / "a.txt").write_text(left)
+    monkeypatch.setattr("slurmgpu.inputs.reader._check_unchanged", lambda file: None)
+    words = r"has changed since .*a\.txt lacks items behind byte"
+    with Reader(spec, folder.with_name("index")) as reader, pytest.raises(SlurmGPUError, match=words):
+        reader.read(0, 3)
