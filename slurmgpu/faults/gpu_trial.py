@@ -152,15 +152,22 @@ def _same_bytes(whole: Run, faulty: Run) -> Verdict:
 
 
 def _is_free_again(found: _Faulty, before: list[int], n_gpus: int) -> Verdict:
-    """Compare the free memory before and after the run (NVML), and before each shard (as its worker saw it)."""
+    """Compare the free memory before and after the run (NVML), and before each shard of a task (as its worker saw it).
+
+    Tasks have different GPUs, whose free memory may differ, for example by what a display needs.
+    """
     try:
         after = free_bytes(n_gpus)
         totals = [gpu.memory_bytes for gpu in gpus.probe(n_gpus)]
     except GPUFaultError as error:
         return Verdict(f"after the faults a GPU cannot be used: {error}", kept=False)
     lost = max((b - a for b, a in zip(before, after, strict=True)), default=0)
-    at_load = [found.notes(kind)["free_mb"] for kind in KINDS] if found.report["complete"] else []
-    spread = (max(at_load) - min(at_load)) << 20 if at_load else 0
+    of_tasks = [
+        [found.notes(KINDS[shard])["free_mb"] for shard, _, _, is_first, *_ in record["published"] if is_first]
+        for record in (found.run.attempts() if found.report["complete"] else ())
+    ]
+    at_load = [each for of_task in of_tasks for each in of_task]
+    spread = max((max(of_task) - min(of_task) for of_task in of_tasks if of_task), default=0) << 20
     said = f"{lost / 1e6:,.0f} MB stayed in use after the run"
     said += f"; workers found {min(at_load, default=0):,} to {max(at_load, default=0):,} MB free at their start"
     return Verdict(said, kept=bool(at_load) and max(lost, spread) <= LOST_SHARE * min(totals))

@@ -1,5 +1,7 @@
 """The runs of `check --gpu`, whose faults of a GPU are pretended here, and the verdicts on them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from slurmgpu import api
 from slurmgpu.cli.commands import check
 from slurmgpu.faults import gpu_trial
 from slurmgpu.faults.verdicts import Verdict
+from slurmgpu.util.gpus import GPU
 
 
 def test_verdicts_say_what_was_found_where_it_is_not_what_must_come_of_it(tmp_path, monkeypatch):
@@ -23,6 +26,24 @@ def test_verdicts_say_what_was_found_where_it_is_not_what_must_come_of_it(tmp_pa
     monkeypatch.setattr(gpu_trial, "matrix", lambda index: np.ones((gpu_trial.N, gpu_trial.N), np.float32))
     [wrong] = gpu_trial.try_gpus(tmp_path, 0, lambda keys: run)
     assert wrong == Verdict("40 of 40 products differ from the CPU's", kept=False)
+
+
+@pytest.mark.parametrize(("free_mb", "kept"), [([9000, 9001, 7000, 7001, 7000], True), ([9000] * 4 + [7000], False)])
+def test_memory_that_is_not_free_again_is_that_of_one_gpu(monkeypatch, free_mb, kept):
+    """Of two GPUs, one may have a display."""
+    tasks = [{"published": [[shard, 0, 1, shard != 4]]} for shard in (0, 4)]
+    tasks[0]["published"] += [[1, 1, 1, True]]
+    tasks[1]["published"] += [[shard, 1, 1, True] for shard in (2, 3, 4)]
+    found = SimpleNamespace(
+        report={"complete": True},
+        run=SimpleNamespace(attempts=lambda: tasks),
+        notes=lambda kind: {"free_mb": free_mb[gpu_trial.KINDS.index(kind)]},
+    )
+    card = GPU("A card", 24 * 10**9, free_bytes=10**10)
+    monkeypatch.setattr(gpu_trial.gpus, "probe", lambda n: [card, card])
+    verdict = gpu_trial._is_free_again(found, [10**10] * 2, 2)
+    assert verdict.kept == kept
+    assert f"workers found 7,000 to {max(free_mb):,} MB free" in verdict.text
 
 
 @pytest.mark.parametrize("kept", [True, False])
