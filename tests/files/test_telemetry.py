@@ -19,6 +19,8 @@ from slurmgpu.task.telemetry import Sampler
 from slurmgpu.util import env_info
 from slurmgpu.util.nvml import open_cards
 from slurmgpu.util.process_tree import TreeWatch
+from tests.gpu import core
+from tests.gpu.findings import Machine, NotHeld
 from tests.support import pretend_runs
 from tests.support.runs import copy_run, make_project, wait_until
 
@@ -524,3 +526,23 @@ def test_an_older_driver_counts_what_it_reserves_as_used(nvml):
     assert [card.read().memory_used_bytes for card in cards.cards] == [7 * GB]
     fake.knows_reserved = False
     assert [card.read().memory_used_bytes for card in cards.cards] == [8 * GB]
+
+
+def test_the_proof_on_a_gpu_compares_nvml_with_nvidia_smi_and_knows_what_tells_xids(tmp_path, monkeypatch):
+    machine, cards = Machine("cuda:0", 1, tmp_path), [FakeCard("GPU-1"), FakeCard("GPU-2", Temperature=None)]
+    monkeypatch.setitem(sys.modules, "pynvml", fake := FakeNVML(cards))
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\ncat $0.csv\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    used = 60 * GB // 2**20
+    rows = [f"GPU-1, 76294, {used}, 61, 400.00, 570.12", f"GPU-2, 76294, {used}, [N/A], [N/A], 570.12"]
+    (tmp_path / "nvidia-smi.csv").write_text("\n".join(rows))
+    assert "61 and 61 °C" in core.nvml_says_what_nvidia_smi_says.function(machine)
+    (tmp_path / "nvidia-smi.csv").write_text("\n".join(rows).replace(", 400.00", ", 100.00"))
+    with pytest.raises(NotHeld, match=r"400\.0 and 100\.00 W"):
+        core.nvml_says_what_nvidia_smi_says.function(machine)
+    assert core._tells_xids()
+    monkeypatch.setattr(fake, "nvmlDeviceRegisterEvents", None)
+    assert not core._tells_xids()
+    assert fake.n_open == 0

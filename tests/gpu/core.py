@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +50,9 @@ def nvml_says_what_nvidia_smi_says(machine: Machine) -> str:
         raise NotMeasured("nvidia-ml-py cannot be imported, or NVML finds no GPU")
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
-        readings = {card.uuid: card.read() for card in cards.cards}
+        before = {card.uuid: card.read() for card in cards.cards}
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        after = {card.uuid: card.read() for card in cards.cards}
     except FileNotFoundError as error:
         raise NotMeasured("there is no nvidia-smi") from error
     finally:
@@ -58,41 +61,70 @@ def nvml_says_what_nvidia_smi_says(machine: Machine) -> str:
     rows = [dict(zip(QUERY, line.split(", "), strict=True)) for line in said.splitlines()]
     good, figures = bool(rows), []
     for row in rows:
-        ours = readings[row["uuid"]]
-        total, used = (float(row[f"memory.{name}"]) * MIB for name in ("total", "used"))
+        ours = before[row["uuid"]], after[row["uuid"]]
+        total = float(row["memory.total"]) * MIB
+        # Older drivers count what they reserve as used, nvidia-smi does not.
+        good &= driver == row["driver_version"]
+        good &= _agree(row["memory.total"], [(each.memory_total_bytes or 0) / MIB for each in ours], 0.01 * total / MIB)
+        good &= _agree(row["memory.used"], [(each.memory_used_bytes or 0) / MIB for each in ours], 0.02 * total / MIB)
+        good &= _agree(row["temperature.gpu"], [each.temperature_c or 0 for each in ours], 5)
+        powers = [each.power_w or 0.0 for each in ours]
+        good &= _agree(row["power.draw"], powers, 0.5 * max(powers))
+        last = ours[1]
         figures.append(
-            f"memory {(ours.memory_total_bytes or 0) / MIB:,.0f} and {row['memory.total']} MiB, "
-            f"used {(ours.memory_used_bytes or 0) / MIB:,.0f} and {row['memory.used']} MiB, "
-            f"{ours.temperature_c} and {row['temperature.gpu']} °C, {ours.power_w} and {row['power.draw']} W, "
+            f"memory {(last.memory_total_bytes or 0) / MIB:,.0f} and {row['memory.total']} MiB, "
+            f"used {(last.memory_used_bytes or 0) / MIB:,.0f} and {row['memory.used']} MiB, "
+            f"{last.temperature_c} and {row['temperature.gpu']} °C, {last.power_w} and {row['power.draw']} W, "
             f"driver {driver} and {row['driver_version']}"
         )
-        good &= driver == row["driver_version"] and abs((ours.memory_total_bytes or 0) - total) < 0.01 * total
-        # Older drivers count what they reserve as used, nvidia-smi does not.
-        good &= abs((ours.memory_used_bytes or 0) - used) < 0.02 * total
-        good &= abs((ours.temperature_c or 0) - float(row["temperature.gpu"])) <= 5
-        good &= abs((ours.power_w or 0.0) - float(row["power.draw"])) <= 0.5 * float(row["power.draw"])
     return hold(good, "; ".join(figures))
+
+
+def _agree(said: str, ours: Sequence[float], off: float) -> bool:
+    """Whether a number of nvidia-smi is between our readings before and after it, or nearly so.
+
+    A virtual GPU or a MIG instance has "[N/A]" for some.
+    """
+    with contextlib.suppress(ValueError):
+        return min(ours) - off <= float(said) <= max(ours) + off
+    return True
 
 
 @finding()
 def the_probe_finds_the_gpus(machine: Machine) -> str:
     """The probe finds the GPUs with names, memory and driver; it fails if asked for too many, or if none is visible."""
     from slurmgpu.util import gpus
+    from slurmgpu.worker import surroundings
 
     found = gpus.probe(machine.n_gpus) if machine.on_gpu else []
+    seen = surroundings.probe(machine.n_gpus)  # as `check --here` does
     too_many, none = _probe(machine.n_gpus + 1), _probe(1, CUDA_VISIBLE_DEVICES="")
     named = "; ".join(
         f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, {(gpu.free_bytes or 0) / 1e9:.1f} free" for gpu in found
     )
     refuses = (f"{TOO_FEW} {machine.n_gpus}" in too_many or not machine.on_gpu) and "GPUs" not in none[:8]
-    knows = all(gpu.uuid and gpu.driver and gpu.cuda and gpu.free_bytes for gpu in found)
-    return hold(refuses and knows, f"{named or 'none'}; one more: {too_many}; none visible: {none}")
+    knows = all(gpu.uuid and gpu.cuda and gpu.memory_bytes for gpu in found)
+    if _has_nvml():
+        knows &= all(gpu.driver and gpu.free_bytes for gpu in found)
+    knows &= [each["uuid"] for each in seen["gpus"]] == [gpu.uuid for gpu in found] and not seen["problems"]
+    figures = f"{named or 'none'}; one more: {too_many}; none visible: {none}"
+    return hold(refuses and knows, "; ".join([figures, *(said for _, said in seen["problems"])]))
+
+
+def _has_nvml() -> bool:
+    """Whether the driver's NVML is here: images may be given only what computes."""
+    from slurmgpu.util import gpus
+
+    with gpus._nvml() as nvml:
+        return nvml is not None
 
 
 @finding(limit_s=45)  # it is the first to import torch, perhaps from a slow disk
 def the_probe_refuses_a_gpu_that_others_fill(machine: Machine) -> str:
     """A GPU whose memory another process holds is refused with a reason, and accepted once the memory is free."""
     machine.needs_gpu()
+    if not _has_nvml():
+        raise NotMeasured("there is no libnvidia-ml.so.1, by which the probe learns what is free")
     import torch
 
     free, total = torch.cuda.mem_get_info(machine.device)
@@ -175,6 +207,39 @@ def the_memory_is_free_after_each_fault(machine: Machine) -> str:
     return _verdict(machine, "memory")
 
 
+@finding()
+def telemetry_has_the_xid_of_a_fault(machine: Machine) -> str:
+    """Telemetry has the Xid error that the driver reports of the illegal address."""
+    from slurmgpu.run.directory import Run
+
+    machine.needs_gpu()
+    _verdict(machine, "illegal")
+    if not _tells_xids():
+        raise NotMeasured("nvidia-ml-py is not installed, or NVML tells no Xid errors here")
+    used = [record["usage"] for record in Run.open(machine.folder / "trial" / "with-faults").attempts()]
+    xids = sorted({xid for usage in used if usage for xid in usage["xids"]})
+    return hold(bool(xids), f"Xid errors {xids}: https://docs.nvidia.com/deploy/xid-errors/")
+
+
+def _tells_xids() -> bool:
+    """Whether NVML says that it reports Xid errors of the GPUs."""
+    from slurmgpu.util.gpus import visible_ids
+    from slurmgpu.util.nvml import open_cards
+
+    if (cards := open_cards(visible_ids())) is None:
+        return False
+    import pynvml
+
+    try:
+        for card in cards.cards:
+            pynvml.nvmlDeviceRegisterEvents(card.card_handle, pynvml.nvmlEventTypeXidCriticalError, cards._events)
+    except Exception:  # NVML's, or ctypes' if there are no events at all
+        return False
+    finally:
+        cards.close()
+    return True
+
+
 @finding(limit_s=40)
 def two_runs_share_a_gpu(machine: Machine) -> str:
     """Two runs at the same time on one GPU are both complete, with the same bytes."""
@@ -222,6 +287,7 @@ def telemetry_sees_a_known_load(machine: Machine) -> str:
 
     gpu = gpus.probe(1)[0] if machine.on_gpu else None
     work = _matrices(machine) if machine.on_gpu else lambda: sum(range(100_000))
+    work()  # loads cuBLAS
     began = time.monotonic()
     with Sampler(machine.folder / "telemetry", [gpu.uuid] if gpu else [], 0.25, os.getpid) as sampler:
         sampler.mark_ready()

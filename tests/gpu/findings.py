@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,9 +56,18 @@ class Machine:
             raise NotMeasured("there is no GPU")
 
     def needs_compiler(self) -> None:
-        """Raise NotMeasured on a GPU without a C compiler, with which Triton builds what torch.compile generates."""
+        """Raise NotMeasured on a GPU without a C compiler or Python.h: Triton builds its launchers with them."""
         if self.on_gpu and not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
             raise NotMeasured("there is no C compiler, which Triton needs to build its launchers")
+        if self.on_gpu and not Path(header := f"{sysconfig.get_path('include')}/Python.h").exists():
+            raise NotMeasured(f"there is no {header}, which Triton needs to build its launchers")
+
+    def hold_with_cores(self, holds: bool, figures: str, n_cores: int) -> str:
+        """The figures; NotHeld if it does not hold, NotMeasured if the host has fewer cores than it needs."""
+        n_here = len(os.sched_getaffinity(0))
+        if self.on_gpu and not holds and n_here < n_cores:
+            raise NotMeasured(f"{figures}; it needs {n_cores} cores, and has {n_here}")
+        return hold(holds, figures)
 
 
 @dataclass(frozen=True)

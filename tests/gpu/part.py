@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.util.broken_process import is_broken_cuda
+from slurmgpu.util.out_of_memory import is_out_of_gpu_memory
 from tests.gpu.findings import HELD, NOT_HELD, NOT_MEASURED, Finding, Machine, NotHeld, NotMeasured, findings_of
+
+ENOUGH_BYTES = 20e9
+"""With this much memory for its process no finding may run out of it."""
 
 
 def main(argv: list[str]) -> None:
@@ -53,8 +57,22 @@ def run(each: Finding, machine: Machine) -> tuple[dict[str, Any], bool]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         first_line = str(error).strip().partition("\n")[0]
         figures = f"{type(error).__name__}: {first_line} ({Path(last.filename).name}, line {last.lineno})"
+        if is_out_of_gpu_memory(error) and (lack := _lack(machine)):
+            return {"verdict": NOT_MEASURED, "figures": f"{lack}: {figures}"}, False
         line = {"verdict": NOT_HELD, "figures": figures, "trace": traceback.format_exc()}
         return line, is_broken_cuda(error)
+
+
+def _lack(machine: Machine) -> str:
+    """What a finding that ran out of memory lacks on a small GPU, a MIG instance, or one that others use; else ""."""
+    if not machine.on_gpu:
+        return ""
+    import torch
+
+    there = torch.cuda.mem_get_info(machine.device)[0] + torch.cuda.memory_reserved(machine.device)
+    if there >= ENOUGH_BYTES:
+        return ""
+    return f"it needs {ENOUGH_BYTES / 1e9:.0f} GB, and {there / 1e9:.1f} are not used by others"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from tests.gpu.findings import Machine, NotMeasured, best_of, finding, hold, shared
 
 if TYPE_CHECKING:
+    import torch
+
     from slurmgpu.training.outcome import Outcome
     from slurmgpu.training.ranks import Place
     from tests.benchmarks.train_arms import Net
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 WIDTH, TOY_WIDTH = 256, 16
 FASTER = 3.0
 """How many times as fast compiled bf16 must be as eager fp32."""
+OF_PRODUCTS = 0.6
 OVER_BARE = 1.03
 MFU = 0.3
 """The least model FLOPs utilisation, as a share of the measured peak."""
@@ -86,14 +89,33 @@ def _trained(machine: Machine, precision: str, *, compiled: bool) -> Outcome:
 
 @finding(limit_s=60)
 def bf16_and_compilation_are_faster(machine: Machine) -> str:
-    """86 million parameters train three times as fast in bf16, compiled, as in fp32, eager; the loss agrees to 5 %."""
+    """86 million parameters train three times as fast in bf16, compiled, as in fp32, eager; the loss agrees to 5 %.
+
+    Some cards multiply in bf16 only twice as fast as in fp32: then OF_PRODUCTS of that is enough.
+    """
+    import torch
+
     plain = _trained(machine, "fp32", compiled=False)
     fast = _trained(machine, "bf16", compiled=machine.on_gpu)
     ratio = fast.samples_per_s / plain.samples_per_s
     losses = [each.curve[0] for each in (plain, fast)]
     figures = f"{fast.samples_per_s:,.0f} and {plain.samples_per_s:,.0f} samples/s, {ratio:.2f} times; "
     figures += f"first losses {losses[1]:.4f} and {losses[0]:.4f}"
-    return hold((ratio >= FASTER or not machine.on_gpu) and math.isclose(*losses, rel_tol=0.05), figures)
+    if machine.on_gpu:
+        of_products = _products(machine, torch.bfloat16) / _products(machine, torch.float32)
+        figures += f"; products {of_products:.1f} times"
+        hold(ratio >= min(FASTER, OF_PRODUCTS * of_products), figures)
+    return hold(math.isclose(*losses, rel_tol=0.05), figures)
+
+
+@functools.cache
+def _products(machine: Machine, dtype: torch.dtype) -> float:
+    """FLOP/s of a large matrix product; fp32 is not rounded to TF32."""
+    import torch
+
+    size = machine.pick(8192, 64)
+    factor = torch.randn(size, size, device=machine.device, dtype=dtype)
+    return 2 * size**3 / best_of(5, lambda: factor @ factor, machine.device)
 
 
 @finding()
@@ -103,9 +125,7 @@ def mfu_is_that_of_the_card(machine: Machine) -> str:
 
     from slurmgpu.training.flops import peak_flops
 
-    size = machine.pick(8192, 64)
-    factor = torch.randn(size, size, device=machine.device, dtype=torch.bfloat16)
-    measured = 2 * size**3 / best_of(5, lambda: factor @ factor, machine.device)
+    measured = _products(machine, torch.bfloat16)
     if not machine.on_gpu:
         return f"products at {measured / 1e9:.2f} GFLOP/s; no MFU on CPUs"
     name = torch.cuda.get_device_name(machine.device)

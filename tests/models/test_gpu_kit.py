@@ -34,7 +34,7 @@ def test_a_run_with_the_faults_of_a_gpu_has_the_bytes_of_one_without_and_on_a_cp
     """The part `core`, by the command."""
     done = run_part("core")
     assert done.returncode == kit.EXIT_NOTHING_PROVEN, done.stdout + done.stderr
-    assert "9 ran, 0 did not hold, 3 not measured" in done.stdout
+    assert "9 ran, 0 did not hold, 4 not measured" in done.stdout
     for said in ("batches of 2 (expected 2)", "item 19 alone", "item 27 alone", "died by SIGKILL", "38 good rows"):
         assert said in done.stdout
     assert "nothing was proven: there is no GPU" in done.stdout
@@ -314,6 +314,43 @@ def test_what_compiles_for_a_gpu_is_not_measured_without_a_compiler(tmp_path, mo
     Machine("cpu", 0, tmp_path).needs_compiler()  # a CPU's toy compiles nothing
     with pytest.raises(NotMeasured, match="there is no C compiler"):
         Machine("cuda:0", 1, tmp_path).needs_compiler()
+    monkeypatch.setattr(kit_findings.shutil, "which", lambda name: name)
+    monkeypatch.setattr(kit_findings.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(NotMeasured, match=r"there is no .*/Python\.h"):
+        Machine("cuda:0", 1, tmp_path).needs_compiler()
+    (tmp_path / "Python.h").touch()
+    Machine("cuda:0", 1, tmp_path).needs_compiler()
+
+
+def test_a_small_card_or_host_that_cannot_hold_a_claim_is_not_measured(tmp_path, monkeypatch):
+    """With enough memory and cores, the same does not hold."""
+
+    @kit_findings.finding()
+    def fills(machine):
+        """It fits."""
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    machine, there = Machine("cuda:0", 1, tmp_path), [4e9, 1e9]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (there[0], 80e9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: there[1])
+    line, is_broken = run(fills, machine)
+    assert (line["verdict"], is_broken) == (NOT_MEASURED, False)
+    assert "it needs 20 GB, and 5.0 are not used by others: OutOfMemoryError: CUDA out" in line["figures"]
+    there[1] = 30e9
+    assert run(fills, machine)[0]["verdict"] == NOT_HELD
+    monkeypatch.setattr(kit_findings.os, "sched_getaffinity", lambda pid: range(4))
+    with pytest.raises(NotMeasured, match="90 %; it needs 8 cores, and has 4"):
+        machine.hold_with_cores(False, "90 %", 8)
+    assert machine.hold_with_cores(True, "95 %", 8) == "95 %"
+    with pytest.raises(NotHeld):
+        machine.hold_with_cores(False, "90 %", 4)
+
+
+def test_numbers_that_nvidia_smi_does_not_know_are_not_compared():
+    core = importlib.import_module("tests.gpu.core")
+    assert core._agree("[N/A]", [0, 0], 0)
+    assert core._agree("35.20", [15.0, 60.0], 1.0)  # the card has just woken up
+    assert not core._agree("35.20", [15.0, 20.0], 10.0)
 
 
 def test_what_findings_share_fails_alike_in_each_of_them(tmp_path):
