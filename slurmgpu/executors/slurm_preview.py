@@ -45,7 +45,8 @@ def respect_limits(
     """
     if known is None:
         account = asked.sbatch_options.get("account")
-        known = facts.read_facts(commands.configuration(), account, with_gpus=False)
+        is_alone = "exclusive" in asked.sbatch_options
+        known = facts.read_facts(commands.configuration(), account, with_gpus=is_alone)
         for note in known.notes:
             log.info("%s", note)
     sizes = commands.array_limits(known.config)
@@ -61,10 +62,12 @@ def respect_limits(
             f"{name} is {limit}, which allows no task. Name another account, partition or qos in [slurm], or ask the "
             f"cluster's administrators."
         )
+    idle = limits.idle_gpus(asked, known)
     if asked.n_tasks <= limit:
-        return asked, []
+        return asked, idle
     less = replace(asked, n_tasks=limit, n_concurrent=min(asked.n_concurrent, limit))
-    return less, [f"{asked.n_tasks} tasks were asked for, but {name} is {limit}; {limit} will compute all shards."]
+    fewer = f"{asked.n_tasks} tasks were asked for, but {name} is {limit}; {limit} will compute all shards."
+    return less, [fewer, *idle]
 
 
 def hazards(container: ContainerRecord | None) -> list[str]:

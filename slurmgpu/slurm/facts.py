@@ -55,12 +55,13 @@ class Facts:
 def read_facts(config: Mapping[str, str], account: str | None = None, *, with_gpus: bool = True) -> Facts:
     """Ask scontrol, sinfo and sacctmgr; `account` is the submission's, None for the default.
 
-    `config` is what `commands.configuration` answered. Without `with_gpus`, sinfo is not asked.
+    `config` is what `commands.configuration` answered. Without `with_gpus`, sinfo is asked only where a partition gives
+    whole nodes, whose GPUs may idle.
     """
     facts = Facts(config=config)
     notes = facts.notes
     facts.partitions = _asked("Limits of partitions are", _partitions, {}, notes)
-    if with_gpus:
+    if with_gpus or any(whole_nodes(row) for row in facts.partitions.values()):
         facts.gpus = _asked("GPUs of partitions are", _gpus, {}, notes)
     enforced = facts.config.get("AccountingStorageEnforce", "limits")
     if not re.search("limits|safe", enforced):
@@ -72,6 +73,11 @@ def read_facts(config: Mapping[str, str], account: str | None = None, *, with_gp
     if known is not None:
         facts.default_account, facts.associations, facts.qos = known
     return facts
+
+
+def whole_nodes(partition: Row) -> bool:
+    """Whether a partition gives every job its nodes alone, whatever the job asks for."""
+    return partition.get("OverSubscribe") == "EXCLUSIVE"
 
 
 @dataclass(frozen=True)

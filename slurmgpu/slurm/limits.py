@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm.commands import array_limits
-from slurmgpu.slurm.facts import Facts, Row
+from slurmgpu.slurm.facts import Facts, Row, whole_nodes
 from slurmgpu.util.amounts import count_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
@@ -119,6 +119,27 @@ def most_jobs(submission: Submission, facts: Facts) -> dict[str, int]:
 def empty_partitions(submission: Submission, facts: Facts) -> list[str]:
     """The partitions of a submission that have no nodes, so that no task starts there."""
     return [name for row in _partitions(submission, facts) if facts.gpus.get(name := row["PartitionName"]) == []]
+
+
+def idle_gpus(submission: Submission, facts: Facts) -> list[str]:
+    """A sentence if tasks are given whole nodes, and thus GPUs on which they do not compute."""
+    per_node = submission.whole_gpus_per_task // submission.nodes_per_task
+    for row in _partitions(submission, facts) if per_node else ():
+        name = row["PartitionName"]
+        fitting = [there for node in facts.gpus.get(name, ()) if (there := sum(node.values())) >= per_node]
+        if _are_given_whole(submission, row) and fitting and per_node < (least := min(fitting)):
+            return [
+                f"The partition {name} gives each task a whole node: its {least} GPUs are held, and charged for, and "
+                f"the task computes on {per_node}. To use all, let a script of your own ask for a node and call "
+                f"`slurmgpu submit --executor local --gpus {least} --array`, which starts {least} tasks there, or give "
+                f"a task all of them by gpus_per_task = {least}."
+            ]
+    return []
+
+
+def _are_given_whole(submission: Submission, partition: Row) -> bool:
+    """Whether nodes of the partition are given to a task alone, with all that they have."""
+    return whole_nodes(partition) or submission.sbatch_options.get("exclusive") in (True, "")
 
 
 def _partitions(submission: Submission, facts: Facts) -> list[Row]:
@@ -229,8 +250,11 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
     counts = [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus[name]]
     what = f"{kind} GPUs" if kind else "GPUs"
     most, per_node = max(counts, default=0), asked.whole_gpus_per_task // asked.nodes_per_task
-    if _gets_all_memory(asked, partition, facts.config):
-        yield _of_nodes(asked, name, sum(count >= per_node for count in counts))
+    n_nodes = sum(count >= per_node for count in counts)
+    if _are_given_whole(asked, partition):
+        yield _of_nodes(asked, name, n_nodes, "each is given whole nodes")
+    elif _gets_all_memory(asked, partition, facts.config):
+        yield _of_nodes(asked, name, n_nodes, "each gets all memory of its node, as no mem is asked for")
     if not asked.whole_gpus_per_task:
         return
     lacks = f"no node has {per_node}" if counts else "it has no nodes"
@@ -251,10 +275,10 @@ def _of_partitions(of_each: Sequence[Sequence[Limit]], config: Mapping[str, str]
     ]
 
 
-def _of_nodes(asked: Submission, partition: str, n_nodes: int) -> Limit:
-    """A limit on the tasks at once, each of which gets all memory of its nodes."""
+def _of_nodes(asked: Submission, partition: str, n_nodes: int, why: str) -> Limit:
+    """A limit on the tasks at once, none of which shares its nodes; `why` says for what reason."""
     wanted, n_tasks = asked.n_concurrent * asked.nodes_per_task, n_nodes // asked.nodes_per_task
-    fewer = f"{_fewer(n_tasks, 'Resources')}: each gets all memory of its node, as no mem is asked for"
+    fewer = f"{_fewer(n_tasks, 'Resources')}: {why}"
     then = fewer if 0 < n_tasks < asked.n_concurrent else ""
     return Limit(f"nodes of partition {partition}", str(n_nodes), f"{wanted} at once", then)
 

@@ -20,9 +20,10 @@ UNLIMITED = {"DefMemPerNode": "UNLIMITED"}
 NO_DEFAULT = {"SelectTypeParameters": "CR_CORE_MEMORY", **UNLIMITED, "partition": PARTITION | UNLIMITED}
 """What scontrol shows where slurm.conf sets no DefMemPerCPU, DefMemPerNode or DefMemPerGPU."""
 SAFE = {"AccountingStorageEnforce": "associations,limits,qos,safe"}
-ALL_MEMORY = (
-    "2 of its tasks run at once, the others pend (Resources): each gets all memory of its node, as no mem is asked for"
-)
+TWO = "2 of its tasks run at once, the others pend (Resources): "
+ALL_MEMORY = f"{TWO}each gets all memory of its node, as no mem is asked for"
+WHOLE = {**PARTITION, "OverSubscribe": "EXCLUSIVE"}
+WHOLE_NODES = f"{TWO}each is given whole nodes"
 
 
 def submission(n_tasks=8, gpus=1, n_concurrent=None, **slurm):
@@ -115,6 +116,12 @@ def test_a_walltime_without_end_is_none(text):
                 ({}, {**NO_DEFAULT, "partition": PARTITION | {"DefMemPerCPU": "500"}}, None),
                 ({}, {**NO_DEFAULT, "SelectTypeParameters": "CR_CORE"}, None),
                 ({"mem_per_cpu": "1G"}, NO_DEFAULT, None),
+                ({}, {"partition": WHOLE}, WHOLE_NODES),
+                ({"mem_per_cpu": "1G"}, {**NO_DEFAULT, "partition": WHOLE | UNLIMITED}, WHOLE_NODES),
+                ({"exclusive": True}, {}, WHOLE_NODES),
+                ({"exclusive": "user"}, {}, None),
+                ({"n_tasks": 2, "exclusive": True}, {}, ""),
+                ({"gres": "none", "gpus": 4}, {"gpus": (0, 0)}, WHOLE_NODES),
             ]
         ],
         *[
@@ -144,6 +151,36 @@ def test_a_walltime_without_end_is_none(text):
 )
 def test_of_what_is_above_a_limit_it_is_said_what_will_happen(asked, known, name, then):
     assert what_happens(asked, cluster_of(**known)).get(name) == then
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "idle"),
+    [
+        (submission(), {"partition": WHOLE}, "its 4 GPUs are held, and charged for, and the task computes on 1."),
+        (submission(n_tasks=1), {"partition": WHOLE, "gpus": (4, 8, 0)}, "its 4 GPUs are held"),
+        (submission(gpus=6), {"partition": WHOLE, "gpus": (4, 8)}, "its 8 GPUs are held"),
+        (submission(exclusive=True), {}, "gpus_per_task = 4"),
+        (submission(gpus=4), {"partition": WHOLE}, None),
+        (submission(gpus=0), {"partition": WHOLE}, None),
+        (submission(gres="none"), {"gpus": (0, 0)}, None),
+        (submission(), {}, None),
+        (submission(exclusive="user"), {}, None),
+    ],
+)
+def test_of_gpus_that_idle_on_whole_nodes_submit_and_its_dry_run_tell(asked, known, idle):
+    notes = respect_limits(asked, cluster_of(**known))[1]
+    assert [idle in note for note in notes] == ([True] if idle else [])
+
+
+@pytest.mark.parametrize("over_subscribe", ["EXCLUSIVE", "NO"])
+def test_submit_asks_for_gpus_only_where_a_partition_gives_whole_nodes(monkeypatch, over_subscribe):
+    answers = {
+        "scontrol": f"PartitionName=gpu Default=YES OverSubscribe={over_subscribe}\n",
+        "sinfo": "gpu\x1f2\x1fgpu:a100:4\n",
+    }
+    monkeypatch.setattr(commands, "run", lambda *command, **environ: answers.get(command[0], ""))
+    known = facts.read_facts({}, "lab", with_gpus=False)
+    assert bool(known.gpus) == (over_subscribe == "EXCLUSIVE")
 
 
 @pytest.mark.parametrize(
