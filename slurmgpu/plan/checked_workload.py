@@ -16,7 +16,7 @@ from slurmgpu.loader.modules import at_planning, load_class
 from slurmgpu.loader.names import resolve_use, title_of
 from slurmgpu.loader.settings import UnknownSettingError, names_of_settings, settings_hints, texts_of_files
 from slurmgpu.plan.overrides import TABLES, Overrides
-from slurmgpu.plan.run_file import RunFile, table_of
+from slurmgpu.plan.run_file import MOST, RunFile, table_of
 from slurmgpu.plan.site_file import read_run_file
 from slurmgpu.util.process_wide import one_thread, working_folder
 from slurmgpu.util.users import expanded
@@ -72,7 +72,7 @@ def batch_size_of(config: RunFile, workload: Adapted) -> int:
             f"{title_of(workload.name)} has no batch_size; expected a whole number of at least 1. "
             f"Set it in the class or in [workload]."
         )
-    return size
+    return min(size, MOST)
 
 
 def _hints(cls: type) -> dict[str, Any]:

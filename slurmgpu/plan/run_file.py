@@ -14,7 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from slurmgpu.containers.runtime import DEFAULT_RUNTIME, RUNTIMES
 from slurmgpu.errors import GPUFaultError, SlurmGPUError, did_you_mean
@@ -58,6 +68,16 @@ SLURM_RESERVED = {
 """sbatch options that slurmgpu sets itself, and why."""
 _NOTICE = re.compile(r"(?:R:)?(?:SIG)?USR2(?:@\d+)?|False")
 """Values of sbatch's `signal` for which tasks listen."""
+_OPTION = re.compile("[A-Za-z0-9][A-Za-z0-9_]*")
+MOST = 2**63 - 1
+"""The largest integer in a run's HDF5 files and in the index of its input."""
+
+
+def _refuse_nul(value: Any, name: str) -> None:
+    """ValueError for a text that can be no path, and no line of a script: it would end at this character."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and "\0" in text:
+            raise ValueError(f"{name} holds a NUL character")
 
 
 def _slurm_names(value: Any) -> Any:
@@ -70,6 +90,9 @@ def _slurm_names(value: Any) -> Any:
         for name, option in plain_names(value).items()
     }
     for name, option in options.items():
+        if not _OPTION.fullmatch(name):  # a line break in it would begin another line of the script
+            raise ValueError(f"{name!r} is not an option of sbatch: its name has letters, digits, '_' and '-'")
+        _refuse_nul(option, name)
         if name in SLURM_RESERVED:
             raise ValueError(f"{name!r} cannot be set here: {SLURM_RESERVED[name]}")
         if name == "signal" and not _NOTICE.fullmatch(str(option)):
@@ -134,12 +157,18 @@ class Table(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _without_nul(cls, value: Any, info: ValidationInfo) -> Any:
+        _refuse_nul(value, info.field_name or "")
+        return value
+
 
 class WorkloadTable(Table):
     """[workload]: which class computes the rows."""
 
     use: str
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(None, ge=1, le=MOST)
     retries: int = Field(3, ge=0, le=10)
 
 
@@ -206,7 +235,7 @@ class RunFile(Table):
 
     input: str | list[str] | None = None
     run_dir: str | None = None
-    seed: int = 0
+    seed: int = Field(0, ge=-MOST - 1, le=MOST)
     shard_items: int | None = Field(None, ge=1)
     auto_resubmit: int = Field(0, ge=0, le=100)
     lease_s: float = Field(120.0, gt=0)

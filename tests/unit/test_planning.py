@@ -227,6 +227,43 @@ def test_a_value_of_a_wrong_type_is_refused(project):
     assert "[resources] gpus" in refused(project(resources={"gpus": "four"}))
 
 
+@pytest.mark.parametrize("given", [{"seed": 2**63}, {"seed": -(2**63) - 1}, {"batch_size": 2**63}])
+def test_a_number_that_no_file_of_the_run_could_hold_is_refused(project, given):
+    assert f"{[*given][0]}: should be" in refused(project(**given))
+
+
+def test_a_workload_may_take_batches_of_any_size(project):
+    folder = project(10)
+    (folder / "workloads.py").write_text(
+        "from slurmgpu import Array\n\n\nclass Rows:\n    columns = {'n': Array('int64')}\n    batch_size = 10**30\n\n"
+        "    def __call__(self, items):\n        return [{'n': 1} for _ in items]\n"
+    )
+    edit(folder, "batch_size = 4", "")
+    assert plan(folder).batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("tables", "name"),
+    [
+        ({"input": "a\0b"}, "input"),
+        ({"input": ["items.jsonl", "a\0b"]}, "input"),
+        ({"on_end": "a\0b"}, "on_end"),
+        ({"container": {"image": "a\0b"}}, r"[container] image"),
+        ({"slurm": {"setup": ["a\0b"]}}, "setup"),
+    ],
+)
+def test_a_text_that_would_end_at_a_nul_character_is_refused(project, tables, name):
+    found = refused(project(**tables))
+    assert name in found
+    assert "holds a NUL character" in found
+
+
+def test_a_name_that_would_write_a_line_of_sbatchs_script_is_refused(project):
+    written = project(slurm={})
+    edit(written, "[slurm]", '[slurm]\n"comment=x\\n#SBATCH --wrap" = "rm"')
+    assert "is not an option of sbatch" in refused(written)
+
+
 def test_sbatch_options_that_slurmgpu_sets_itself_are_refused(project):
     assert "'array' cannot be set here" in refused(project(slurm={"array": "0-3"}))
 
