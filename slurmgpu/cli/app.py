@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -389,7 +390,8 @@ def export(
     from slurmgpu.cli.commands.export import export_rows, export_sweep_rows
 
     if (output is None) == (file is None):
-        raise SlurmGPUError(f"Name one file to write: slurmgpu export {folder} -o rows.csv, or - for standard output.")
+        typed = shlex.quote(str(folder))
+        raise SlurmGPUError(f"Name one file to write: slurmgpu export {typed} -o rows.csv, or - for standard output.")
     target, names = output or file or Path(), options.names(columns)
     if options.runs_of_sweep(folder) is not None:
         export_sweep_rows(folder, target, file_format, names, where, with_items=with_items)

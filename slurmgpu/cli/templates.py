@@ -192,7 +192,7 @@ def write_translated(use: str | None, arguments: str, path: Path) -> None:
     width = max(len(flag) for flag, _ in found.lines)
     for flag, said in found.lines:
         result(f"{flag:<{width}}  {said}")
-    result(f"{' and '.join(written)}: written. Look at it, then: slurmgpu submit {path} --dry-run")
+    result(f"{' and '.join(written)}: written. Look at it, then: slurmgpu submit {shlex.quote(str(path))} --dry-run")
 
 
 def _write_new(files: Mapping[Path, str]) -> tuple[list[str], list[str]]:

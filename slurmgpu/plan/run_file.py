@@ -9,6 +9,7 @@ import copy
 import datetime
 import functools
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -317,8 +318,9 @@ def _of_script(path: Path) -> str:
     """The command to type if a script, or an input, was named instead of a run file; "" for other files."""
     if path.suffix == ".toml":
         return ""
-    each, program = {".py": ("FILE", f"python {path.name} …"), ".sh": ("FILE", f"bash {path.name} …")}.get(
-        path.suffix, (path.name, "PROGRAM …")
+    name = shlex.quote(path.name if not path.name.startswith("-") else f"./{path.name}")
+    each, program = {".py": ("FILE", f"python {name} …"), ".sh": ("FILE", f"bash {name} …")}.get(
+        path.suffix, (name, "PROGRAM …")
     )
     return (
         f" A run file says what to compute. To run a program for each item of an input, use "

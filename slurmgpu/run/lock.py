@@ -203,7 +203,7 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
         if not patient and (life or has_beaten):
             raise SlurmGPUError(
                 f"This run is being submitted or merged right now, by {_in_words(holder)}. "
-                f"Wait for its end; `slurmgpu status {path.parent}` shows the state of the run."
+                f"Wait for its end; `slurmgpu status {shlex.quote(str(path.parent))}` shows the state of the run."
             )
         if content != seen or now - looked > LONGEST_GAP_S:
             seen, since = content, now

@@ -295,7 +295,7 @@ def test_a_living_process_that_proc_hides_is_not_dead(tmp_path):
 
 
 def test_two_merges_at_once_are_one_after_the_other_and_the_second_is_refused_in_a_sentence(tmp_path, monkeypatch):
-    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    run = pretend_run(tmp_path / "a run", 300, n_tasks=1)
     with run_lock(run.folder, "merging") as lock:
         partial = run.folder / ".merged.h5.1.partial"
         partial.touch()
@@ -304,6 +304,7 @@ def test_two_merges_at_once_are_one_after_the_other_and_the_second_is_refused_in
         )
         assert done.returncode == 2
         assert "This run is being submitted or merged right now" in done.stderr
+        assert f"`slurmgpu status '{run.folder}'`" in done.stderr
         assert partial.exists()
         lock.check()
 

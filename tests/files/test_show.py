@@ -112,6 +112,9 @@ def test_rows_are_exported_beside_the_fields_of_their_items(slurmgpu, run):
     ]
     for given, sentence in refused:
         assert sentence in slurmgpu("export", run, *given, expect=2).stderr
+    odd = run.rename(run.with_name("a run"))
+    assert f"slurmgpu export '{odd}' -o rows.csv" in slurmgpu("export", odd, expect=2).stderr
+    odd.rename(run)
     items.write_text("{}\n")
     assert "The input has changed" in slurmgpu("export", run, "-o", "-", "--with-items", expect=2).stderr
 

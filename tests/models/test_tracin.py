@@ -949,9 +949,11 @@ def test_dictionaries_that_are_not_those_of_training_are_refused(files):
 def test_a_compressed_file_is_called_so(files):
     import gzip
 
-    (files / "train.txt").write_bytes(gzip.compress((files / "train.txt").read_bytes()))
-    with pytest.raises(SlurmGPUError, match=r"train\.txt is compressed by gzip; expected plain text"):
-        Tracin(**FILES).facts  # noqa: B018
+    (files / "a b.txt").write_bytes(gzip.compress((files / "train.txt").read_bytes()))
+    with pytest.raises(
+        SlurmGPUError, match=r"a b\.txt is compressed by gzip; expected plain text.*--keep '\S*a b\.txt'"
+    ):
+        Tracin(**{**FILES, "train": "a b.txt"}).facts  # noqa: B018
 
 
 def test_a_run_is_planned_from_another_folder_too(files, slurmgpu):

@@ -26,7 +26,7 @@ def files(tmp_path, monkeypatch):
 def test_the_run_file_that_is_written_runs_as_it_is(files, slurmgpu):
     text = f"python run_tracin.py {NEEDED} --test test.txt --output o.json --csv-output o.csv --device cpu --top-k 3"
     done = slurmgpu("init", "tracin", "--from-args", text, cwd=files, expect=0)
-    assert "slurmgpu submit slurmgpu.toml" in done.stdout
+    assert "slurmgpu submit slurmgpu.toml --dry-run" in done.stdout
     slurmgpu("submit", "--executor", "debug", cwd=files, expect=0, OMP_NUM_THREADS="1")
     command = next(line for line in done.stdout.splitlines() if line.startswith("--csv-output")).partition("slurmgpu ")[
         2

@@ -513,7 +513,7 @@ executor = "debug"
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, slurmgpu):
     """A folder with a run over configurations of which two fail, and what its submission printed."""
-    folder = tmp_path_factory.mktemp("train")
+    folder = tmp_path_factory.mktemp("to train")
     (folder / "mine.py").write_text(CLASS)
     items = [{"lr": 0.01}, {"lr": 0.1, "width": 8}, {"fails": "oom"}, {"fails": "bug"}, {"lr": 0.05, "seed": 7}]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
@@ -600,7 +600,7 @@ def test_the_report_ranks_the_configurations_by_what_distinguishes_them(ran):
     assert summary["best_weights"] == f"checkpoints/{summary['best_configuration']:05d}/best.pt"
     assert (summary["n_trained"], summary["n_failed"], summary["goal"]) == (3, 2, "min")
     assert {"val_loss", "train_loss"} <= summary["evaluation_of_best_weights"].keys()
-    assert f"train the failed configurations with `slurmgpu resubmit --failed {folder}" in summary["hint"]
+    assert f"train the failed configurations with `slurmgpu resubmit --failed '{folder}/run'`" in summary["hint"]
     assert "  ranking  val loss" in printed
 
 

@@ -229,7 +229,7 @@ def test_a_value_of_a_wrong_type_is_refused(project):
 
 @pytest.mark.parametrize("given", [{"seed": 2**63}, {"seed": -(2**63) - 1}, {"batch_size": 2**63}])
 def test_a_number_that_no_file_of_the_run_could_hold_is_refused(project, given):
-    assert f"{[*given][0]}: should be" in refused(project(**given))
+    assert f"{next(iter(given))}: should be" in refused(project(**given))
 
 
 def test_a_workload_may_take_batches_of_any_size(project):
@@ -238,8 +238,8 @@ def test_a_workload_may_take_batches_of_any_size(project):
         "from slurmgpu import Array\n\n\nclass Rows:\n    columns = {'n': Array('int64')}\n    batch_size = 10**30\n\n"
         "    def __call__(self, items):\n        return [{'n': 1} for _ in items]\n"
     )
-    edit(folder, "batch_size = 4", "")
-    assert plan(folder).batch_size == 8
+    edit(without_size(folder), "batch_size = 4", "")
+    assert plan(folder).batch_size == 2**63 - 1
 
 
 @pytest.mark.parametrize(
@@ -450,6 +450,17 @@ def test_a_run_file_that_is_missing_or_no_toml_is_refused(tmp_path, project):
     said = r"not TOML: .* --each items\.jsonl --col NAME:TYPE -- PROGRAM …$"
     with pytest.raises(SlurmGPUError, match=said), draft_run(folder / "items.jsonl"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [("a b;c.py", "-- python 'a b;c.py' …"), ("-e.sh", "-- bash ./-e.sh …"), ("$x.csv", "--each '$x.csv' ")],
+)
+def test_the_command_for_a_script_that_is_given_as_a_run_file_names_it_as_a_shell_reads_it(tmp_path, name, typed):
+    (tmp_path / name).write_text("import os\n")
+    with pytest.raises(SlurmGPUError) as caught, draft_run(tmp_path / name, {}):
+        pass
+    assert typed in str(caught.value)
 
 
 def test_a_run_file_may_begin_with_a_byte_order_mark_as_editors_of_windows_write_it(project):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ def summarize(merged: Merged) -> dict[str, Any]:
     counts: dict[str, Any] = {"n_trained": len(good), "n_failed": len(merged) - len(good)}
     found, hints = _of_trained(merged, good) if good else ({}, [])
     if counts["n_failed"]:
-        again = f"`slurmgpu resubmit --failed {merged.path.parent}`"
+        again = f"`slurmgpu resubmit --failed {shlex.quote(str(merged.path.parent))}`"
         hints.insert(0, f"After fixing the cause, train the failed configurations with {again}.")
     return {**counts, **found, **({"hint": " ".join(hints)} if hints else {})}
 

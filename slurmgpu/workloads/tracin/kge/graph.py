@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -169,7 +170,8 @@ def _read(path: str | Path) -> bytes:
     for start, (program, command) in COMPRESSED.items():
         if content.startswith(start):
             raise SlurmGPUError(
-                f"{path} is compressed by {program}; expected plain text. Decompress it ({command} {path})."
+                f"{path} is compressed by {program}; expected plain text. "
+                f"Decompress it ({command} {shlex.quote(str(path))})."
             )
     return content
 
