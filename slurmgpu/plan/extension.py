@@ -20,13 +20,13 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import fsync_dir, whole_file
-from slurmgpu.util.shared_files import exists, make_folder, retried
+from slurmgpu.util.shared_files import NO_HARD_LINKS, exists, make_folder, retried
 
 OF_INPUT = frozenset({"input_digest", "n_items", "ranges"})
 """The parts of `Plan.basis` that may differ: the input, which is compared file by file."""
 FilesOfItem = Callable[[int], Collection[str]]
 """The files that a workload keeps for an item's row, as paths relative to the run directory."""
-CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+CANNOT_LINK = (*NO_HARD_LINKS, errno.EACCES)
 """Errors of a file that can only be copied: another file system, another user's file, too many links."""
 
 

@@ -8,7 +8,6 @@ that cannot be undone it checks that the file still has its token (`Lock.check`)
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -25,7 +24,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.util.early_signals import deferred, heed
 from slurmgpu.util.pids import lives, own_id
-from slurmgpu.util.shared_files import UnusableFileError, read_bytes, remove, replace, retried
+from slurmgpu.util.shared_files import NO_HARD_LINKS, UnusableFileError, read_bytes, remove, replace, retried
 from slurmgpu.util.users import name_in_words, own_name
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ PATIENCE_S = 120.0
 LONGEST_GAP_S = 10.0
 """An observer that has not looked for longer was stopped itself, and starts again."""
 CHECKED_S = 1.0
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 _T = TypeVar("_T")
@@ -255,7 +253,7 @@ def _link(mine: Path, path: Path, value: Holder) -> bool:
         try:
             retried(lambda: os.link(mine, path, follow_symlinks=False))
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in NO_HARD_LINKS:
                 raise
             _write(path, value, os.O_EXCL)
     except FileExistsError:
@@ -298,7 +296,7 @@ def _put_back(mine: Path, path: Path, content: Holder) -> None:
     except FileExistsError:
         pass  # another process has taken it since, or the reply was lost
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_HARD_LINKS:
             raise
         # No hard links, or none to others' files (protected_hardlinks). A process that takes it in between loses it.
         if _look(path) is None:

@@ -36,8 +36,11 @@ TRANSIENT = frozenset(
 """Errors of a file system that may pass within a moment."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk, or an exceeded quota."""
-_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-_NO_OTHER_GROUP = {*_NO_HARD_LINKS, errno.EACCES, errno.EINVAL}
+NO_HARD_LINKS = frozenset(
+    getattr(errno, name) for name in ("EPERM", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EMLINK", "EXDEV")
+)
+"""Errors of a link within a folder on a file system without hard links. EXDEV is that of a union of several disks."""
+_NO_OTHER_GROUP = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EINVAL}
 """EINVAL: a user namespace, such as a container's, does not have the group."""
 PATIENCE_S = 60.0
 """How long an operation is retried by default: NFS clients use a cached answer no longer than that."""
@@ -267,8 +270,9 @@ def list_fresh(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
     clock does not do. The client's own change drops the cache: a file is made and removed first, if that is allowed.
     """
     with contextlib.suppress(PermissionError, FileNotFoundError):
+        path = folder / f".{os.urandom(8).hex()}.anew"  # one name for all tries, or a failed removal would leave it
         try:
-            retried(lambda: _touch(folder), patience_s)
+            retried(lambda: _touch(path), patience_s)
         except OSError as error:
             if error.errno not in (errno.EROFS, *FULL):
                 raise
@@ -289,8 +293,7 @@ def _listed(folder: os.PathLike[str] | str, look: Callable[[], list[_T]], patien
         return []
 
 
-def _touch(folder: Path) -> None:
-    path = folder / f".{os.urandom(8).hex()}.anew"
+def _touch(path: Path) -> None:
     try:
         with contextlib.suppress(FileExistsError):  # the reply was lost: no other process uses the name
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -345,7 +348,7 @@ def _link(partial: Path, target: Path) -> bool:
         # NFS may report this for its own link: the reply was lost, and the request sent again.
         return partial.samefile(target)
     except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
+        if error.errno not in NO_HARD_LINKS:
             raise
         # Without hard links, two tasks that do this at the same moment may both get True. The file is whole in any
         # case.

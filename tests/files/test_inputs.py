@@ -534,15 +534,19 @@ def test_an_index_whose_handle_is_stale_is_opened_again(folder: Path, monkeypatc
     put(folder, a_txt="x\ny\n")
     index = folder.with_name("index")
     with Reader(plan(folder, stride=1), index) as reader:
-        real, stale = os.preadv, {int(name) for name in os.listdir("/proc/self/fd") if _leads_to(name, index)}
+        stale = {int(name) for name in os.listdir("/proc/self/fd") if _leads_to(name, index)}
         assert stale
 
-        def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-            if fd in stale:
-                raise OSError(errno.ESTALE, "Stale file handle")
-            return real(fd, buffers, offset)
+        def unless_stale(real: Callable[..., Any]) -> Callable[..., Any]:
+            def read(fd: int, *given: Any) -> Any:
+                if fd in stale:
+                    raise OSError(errno.ESTALE, "Stale file handle")
+                return real(fd, *given)
 
-        monkeypatch.setattr(os, "preadv", preadv)
+            return read
+
+        for name in ("preadv", "pread"):
+            monkeypatch.setattr(os, name, unless_stale(getattr(os, name)))
         monkeypatch.setattr(os, "dup2", lambda new, old, inheritable=True: stale.discard(old))
         assert reader.read(1, 2) == [{"text": "y"}]
 

@@ -22,6 +22,7 @@ from slurmgpu.run.heartbeats import Observer
 from slurmgpu.run.lock import LockLostError, hold, run_lock
 from slurmgpu.util import pids
 from tests.cluster.fixture import leave_out
+from tests.support.failing import Failing
 from tests.support.pretend_runs import pretend_run
 from tests.support.runs import wait_until
 
@@ -242,6 +243,18 @@ def test_a_lock_that_was_renewed_while_it_was_taken_away_is_put_back(tmp_path, m
     assert path.read_text() == (successor if has_successor else renewed)
     assert has_successor or path.stat().st_ino == inode
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EMLINK, errno.EXDEV])
+def test_a_lock_is_taken_by_one_on_a_file_system_without_hard_links(tmp_path, monkeypatch, code):
+    Failing(monkeypatch)("link", code, times=9)
+    with (
+        run_lock(tmp_path, "merging"),
+        pytest.raises(SlurmGPUError, match="being submitted or merged right now"),
+        run_lock(tmp_path, "submitting"),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_holder_that_was_stopped_for_less_goes_on(tmp_path):

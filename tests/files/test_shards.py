@@ -386,7 +386,7 @@ def test_a_link_that_was_made_although_nfs_says_it_existed_is_ours(tmp_path):
     assert os.listdir(tmp_path) == ["00000.h5"]
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV])
 def test_publication_works_on_a_file_system_without_hard_links(tmp_path, monkeypatch, code):
     def refuse(*_):  # stands in for FAT, and for some of FUSE's, which cannot be mounted everywhere
         raise OSError(code, os.strerror(code))

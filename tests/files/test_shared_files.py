@@ -322,3 +322,13 @@ def test_a_folder_is_listed_anew_though_the_reply_to_its_change_is_lost(tmp_path
     failing("open", errno.EEXIST, of=".anew", lost=True)
     assert list_fresh(tmp_path) == ["a"]
     assert failing.n_failed == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_nothing_of_a_listing_is_left_though_a_removal_fails(tmp_path, monkeypatch, lost):
+    (tmp_path / "a").touch()
+    failing = Failing(monkeypatch)
+    failing("unlink", errno.EINTR, of=".anew", lost=lost, times=2)
+    assert list_fresh(tmp_path) == ["a"]
+    assert failing.n_failed == 2
+    assert os.listdir(tmp_path) == ["a"]
