@@ -379,7 +379,7 @@ def export(
 
     --format hf writes a Hugging Face data set, and pt writes tensors. A running run gives the rows that are published
     so far; the command says how many items have none. The folder of a sweep gives the rows of all runs with the
-    values that vary, as JSONL or CSV.
+    values that vary, as JSONL or CSV. A merged file that was copied out of its run needs no run directory.
 
     \b
       slurmgpu export runs/judge -o scores.parquet
@@ -393,6 +393,9 @@ def export(
         typed = shlex.quote(str(folder))
         raise SlurmGPUError(f"Name one file to write: slurmgpu export {typed} -o rows.csv, or - for standard output.")
     target, names = output or file or Path(), options.names(columns)
+    if (merged := options.merged_alone(folder)) is not None:
+        export_rows(merged, target, file_format, names, where, with_items=with_items)
+        return
     if options.runs_of_sweep(folder) is not None:
         export_sweep_rows(folder, target, file_format, names, where, with_items=with_items)
         return

@@ -276,6 +276,12 @@ def open_run(folder: Path, *, trust: bool = False) -> Run:
     return sweep_file.open_run(folder)
 
 
+def merged_alone(path: Path) -> Path | None:
+    """The path of a file that is in no run directory, such as a copy of merged.h5; None for anything else."""
+    path = expanded(path)
+    return path if path.is_file() and not (path.parent / "run.json").exists() else None
+
+
 def runs_of_sweep(folder: Path) -> list[Path] | None:
     """The runs of the sweep in a folder; None if the folder holds no sweep, such as a run directory."""
     from slurmgpu.run import sweep_file

@@ -111,9 +111,11 @@ class Reader:
 def open_items(run: Run) -> Iterator[Callable[[Sequence[int]], list[Mapping[str, Any] | ItemError]]]:
     """A function that reads the data of a run's items by ascending indices; an ItemError for a malformed one.
 
-    Within the block, the working directory is the run file's folder: paths of the input may be relative to it.
+    Within the block, the working directory is the run file's folder, if it is there: paths of the input may be relative
+    to it.
     """
-    with working_folder(Path(run.plan.search_path)), Reader(InputSpec.from_json(run.input), run.index) as reader:
+    spec = InputSpec.from_json(run.input)
+    with working_folder(Path(run.plan.search_path), may_be_gone=True), Reader(spec, run.index) as reader:
 
         def read(indices: Sequence[int]) -> list[Mapping[str, Any] | ItemError]:
             places = [run.plan.n_before(index) for index in indices]

@@ -185,8 +185,7 @@ def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choic
         said = _write_by_workload(format, merged, file)
     else:
         _write_pt(merged, file)
-    n_missing = int(merged.attributes.get("n_items", len(merged))) - len(merged)
-    return Exported(len(merged), said, n_missing, n_failed=int(merged.failed.sum()))
+    return Exported(len(merged), said, _n_missing(merged), n_failed=int(merged.failed.sum()))
 
 
 def _refuse_items(chosen: Choice, format: str) -> None:  # noqa: A002
@@ -214,7 +213,12 @@ def _exported(rows: RunRows | FileRows, n_rows: int, selection: Selection | Besi
     if isinstance(rows, RunRows):
         n_missing, problems = rows.run.plan.n_items - selection.n_seen, tuple(dict.fromkeys(rows.problems))
         return Exported(n_rows, None, n_missing, problems, selection.n_failed)
-    return Exported(n_rows)
+    return Exported(n_rows, None, _n_missing(rows.merged), n_failed=selection.n_failed)
+
+
+def _n_missing(merged: Merged) -> int:
+    """The items of the run that have no row in its merged file; of a shard that is not known."""
+    return int(merged.attributes.get("n_items", len(merged))) - len(merged)
 
 
 def _write_jsonl(selection: PlainRows, file: IO[bytes]) -> int:

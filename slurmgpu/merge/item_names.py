@@ -65,7 +65,7 @@ def find_item(run: Run, asked: str) -> int:
             f'{run.plan.n_items - 1}. To give items names, set key in the run file, for example key = "id".'
         )
     name = " ".join(asked.removeprefix(f"{key}=").split())
-    with working_folder(Path(run.plan.search_path)):
+    with working_folder(Path(run.plan.search_path), may_be_gone=True):
         places = items_named(InputSpec.from_json(run.input), run.index, key, name)
     found = [index for place in places for index in run.plan.indices(place, place + 1)]
     if not found:

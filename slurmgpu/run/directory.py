@@ -66,12 +66,7 @@ class Run:
             content, status = read_with_status(folder / "run.json")
             value = json.loads(content)
         except (FileNotFoundError, NotADirectoryError) as error:
-            is_file = isinstance(error, NotADirectoryError)
-            raise SlurmGPUError(
-                f"{folder} is a file; expected a run directory, perhaps {shlex.quote(str(folder.parent))}."
-                if is_file
-                else f"{folder} is not a run directory: it has no run.json. `slurmgpu list` shows the runs here."
-            ) from None
+            raise SlurmGPUError(_no_run(folder, is_file=isinstance(error, NotADirectoryError))) from None
         except UnusableFileError as error:
             raise SlurmGPUError(f"{folder / 'run.json'} cannot be read: {error.strerror}.") from error
         except (ValueError, RecursionError) as error:
@@ -283,6 +278,22 @@ class Run:
         if "executor" in value:
             self.make_folders()
         append_submission(self.folder, value)
+
+
+def _no_run(path: Path, *, is_file: bool) -> str:
+    """What is wrong with the path of a run, and what to name: rows may have been copied without their directory."""
+    if is_file and exists(path.parent / "run.json"):
+        return f"{path} is a file; expected a run directory, perhaps {shlex.quote(str(path.parent))}."
+    what = (
+        f"{path} is a file; expected a run directory"
+        if is_file
+        else f"{path} is not a run directory: it has no run.json"
+    )
+    rows = path if is_file else path / "merged.h5"
+    if rows.suffix == ".h5" and exists(rows):
+        typed = shlex.quote(str(rows))
+        return f"{what}. A merged file alone is read by `slurmgpu export {typed} -o rows.csv`, and by slurmgpu.open."
+    return f"{what}. `slurmgpu list` shows the runs here."
 
 
 def _read_record(path: Path) -> Record | Unread:

@@ -58,10 +58,14 @@ def safe_path() -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def working_folder(path: Path) -> Iterator[None]:
-    """Change to the folder `path` in the block, as `contextlib.chdir` of Python 3.11."""
+def working_folder(path: Path, *, may_be_gone: bool = False) -> Iterator[None]:
+    """Change to the folder `path` in the block, as `contextlib.chdir` of Python 3.11.
+
+    If it `may_be_gone` and is, the block runs where it is: what it reads may lie elsewhere.
+    """
     before = Path.cwd()
-    os.chdir(path)
+    with contextlib.suppress(FileNotFoundError) if may_be_gone else contextlib.nullcontext():
+        os.chdir(path)
     try:
         yield
     finally:

@@ -68,6 +68,18 @@ def expected_rows():
         yield {"index": index, **values, "error": f"item {index} is schlecht ⚠" if index in FAILED else None}
 
 
+@pytest.mark.parametrize("n_items", [N_ROWS, N_ROWS + 3])
+def test_a_merged_file_is_exported_without_its_run_directory(tmp_path, slurmgpu, n_items):
+    join_parts(write_parts(tmp_path, [0, N_ROWS], FAILED), tmp_path / "found.h5", n_items=n_items)
+    done = slurmgpu("export", "found.h5", "-o", "-", cwd=tmp_path, expect=0)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == list(expected_rows())
+    assert f"{len(FAILED)} of the rows belong to failed items" in done.stderr
+    assert ("3 items without a row" in done.stderr) == (n_items > N_ROWS)
+    chosen = ("--columns", "index", "--where", "error is not None")
+    slurmgpu("export", "found.h5", "failed.csv", *chosen, cwd=tmp_path, expect=0)
+    assert (tmp_path / "failed.csv").read_text().split() == ["index", *map(str, sorted(FAILED))]
+
+
 @pytest.mark.usefixtures("_blocks")
 def test_jsonl_has_an_object_for_each_row(merged, tmp_path):
     assert export(merged, "jsonl", tmp_path / "a.jsonl").n_rows == N_ROWS

@@ -106,9 +106,18 @@ def test_a_home_that_there_is_not_and_a_number_that_is_too_large_get_a_sentence(
 def test_a_merged_file_is_refused_with_the_run_directory_to_name(slurmgpu, tmp_path):
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run" / "merged.h5").touch()
+    (tmp_path / "a run" / "run.json").touch()
     for argv in (["show"], ["export", "-o", "x.csv"], ["status"], ["logs"], ["merge"]):
         said = slurmgpu(argv[0], "a run/merged.h5", *argv[1:], cwd=tmp_path, expect=2).stderr
         assert f"merged.h5 is a file; expected a run directory, perhaps '{tmp_path}/a run'." in said
+
+
+def test_a_merged_file_without_its_run_is_refused_with_what_reads_it(slurmgpu, tmp_path):
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "merged.h5").touch()
+    for argv in (["show", "found/merged.h5"], ["status", "found"], ["export", "found", "-o", "x.csv"]):
+        said = slurmgpu(*argv, cwd=tmp_path, expect=2).stderr
+        assert f"by `slurmgpu export {tmp_path}/found/merged.h5 -o rows.csv`" in said
 
 
 def test_a_run_in_place_of_a_run_file_is_refused_with_what_completes_it(slurmgpu, tmp_path):

@@ -153,3 +153,17 @@ def test_an_item_of_a_look_is_found_without_a_look_at_each_range():
 def plan_of(ranges, n_items):
     values = dict.fromkeys(Plan.__dataclass_fields__, None)
     return Plan(**{**values, "look": "look", "input": {"ranges": ranges}, "n_items": n_items})
+
+
+def test_items_are_read_after_the_run_files_folder_has_gone(slurmgpu, tmp_path, project):
+    folder = project(12, input=str(tmp_path / "items.jsonl"), key="x")
+    (folder / "items.jsonl").rename(tmp_path / "items.jsonl")
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    (folder / "run").rename(tmp_path / "kept")
+    folder.rename(tmp_path / "gone")
+    shown = slurmgpu("show", "kept", "--items", "x=11", "--with-items", "--json", cwd=tmp_path, expect=0).stdout
+    [row] = json.loads(shown)["rows"]
+    assert row["item"] == {"text": "item 11 of many", "x": 11}
+    (tmp_path / "items.jsonl").unlink()
+    said = slurmgpu("show", "kept", "--with-items", cwd=tmp_path, expect=2).stderr
+    assert f"{tmp_path}/items.jsonl cannot be read (No such file or directory)" in said

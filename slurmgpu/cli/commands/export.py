@@ -21,20 +21,29 @@ MOST_RUNS = 20
 
 
 def export_rows(
-    run: Run, output: Path, file_format: str | None, columns: Sequence[str], where: str | None, *, with_items: bool
+    source: Run | Path,
+    output: Path,
+    file_format: str | None,
+    columns: Sequence[str],
+    where: str | None,
+    *,
+    with_items: bool,
 ) -> None:
-    """Write the rows that a run has to a file, or to standard output for `-`, and say what is missing."""
+    """Write the rows of a run, or of a merged file, to a file, or to standard output for `-`; say what is missing."""
     chosen = _format(output, file_format)
-    if chosen not in (known := [*FORMATS, *run.plan.exports]):
+    if chosen not in (known := [*FORMATS, *(source.plan.exports if isinstance(source, Run) else ())]):
         raise SlurmGPUError(f"Format {chosen!r} is unknown; --format takes {', '.join(known)}.")
     if chosen != FOLDER:
         _refuse_no_file(output)
     to = sys.stdout.buffer if str(output) == "-" else output
-    exported = export(run, chosen, to, columns, where, with_items=with_items)
+    exported = export(source, chosen, to, columns, where, with_items=with_items)
     if to is output:
         result(f"{output}: {exported.said or count_of(exported.n_rows, 'row')}")
     _tell_failed(exported, columns)
-    tell_missing(run, exported.n_missing, exported.problems)
+    if isinstance(source, Run):
+        tell_missing(source, exported.n_missing, exported.problems)
+    elif exported.n_missing:
+        say(f"The run was incomplete when it was merged: {count_of(exported.n_missing, 'item')} without a row.")
 
 
 def export_sweep_rows(
