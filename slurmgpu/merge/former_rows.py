@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,14 +18,19 @@ from slurmgpu.shards.shard_file import Directory, rows_from
 from slurmgpu.shards.userblock import MERGED, DamagedShardError, Reader, read_userblock
 from slurmgpu.util.exceptions import described
 
+T = TypeVar("T")
+
 
 class FormerRows:
-    """A merged file of the plan with this fingerprint; DamagedShardError for any other file."""
+    """A merged file of the plan with this fingerprint; DamagedShardError for any other file.
+
+    Its bytes are damaged only if two readings say so.
+    """
 
     def __init__(self, path: Path, columns: Mapping[str, Column], fingerprint: str, patience_s: float) -> None:
         self._reader = Reader(path, patience_s=patience_s)
         try:
-            directory, table, _ = read_userblock(self._reader)
+            directory, table, _ = self._twice(lambda: read_userblock(self._reader))
             attributes = directory["attributes"]
             if attributes["format"] != MERGED or attributes["fingerprint"] != fingerprint:
                 raise DamagedShardError("it is not a merged file of this plan")
@@ -98,7 +103,18 @@ class FormerRows:
 
     def _piece(self, path: str, shard: int) -> bytes:
         name, begin, n_bytes, crc32 = self._pieces.piece(self.shards[shard], self._numbers[path])
-        content = self._reader.read(begin, begin + n_bytes)
-        if zlib.crc32(content) != crc32:
-            raise DamagedShardError(f"the checksum of {name} differs")
-        return content
+
+        def read() -> bytes:
+            content = self._reader.read(begin, begin + n_bytes)
+            if zlib.crc32(content) != crc32:
+                raise DamagedShardError(f"the checksum of {name} differs")
+            return content
+
+        return self._twice(read)
+
+    def _twice(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except DamagedShardError:
+            self._reader.forget_cache()
+            return read()

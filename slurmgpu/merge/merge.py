@@ -150,7 +150,7 @@ class _Sources:
         return more
 
     def keep_damaged(self) -> None:
-        """Rename an unreadable merged.h5 instead of replacing it: it may have rows to save."""
+        """Rename a damaged merged.h5 instead of replacing it, if it may have rows to save that are nowhere else."""
         if self.damaged:
             aside = self.run.merged.with_suffix(".damaged.h5")
             log.error("the former merged.h5 is damaged (%s) and was renamed to %s", self.damaged, aside)
@@ -184,6 +184,7 @@ class _Sources:
             rows = former.rows(shard)
         except DamagedShardError as error:
             log.error("shard %d is %s, and its rows in merged.h5 are damaged: %s", shard, what, error)
+            self.damaged = self.damaged or str(error)
             return False
         if damage is not None:
             self.check()
@@ -223,6 +224,7 @@ class _Sources:
             now = former_rows(self.run, shard, newest + 1, self.columns)
         except DamagedShardError as error:
             log.error("rows of shard %d in merged.h5 cannot be kept: %s", shard, error)
+            self.damaged = self.damaged or str(error)
             return None
         why = "its newest file is damaged" if is_damaged else "recomputing them failed"
         log.warning("shard %d: %d rows of merged.h5 are kept, because %s", shard, len(good), why)

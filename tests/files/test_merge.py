@@ -480,9 +480,59 @@ def test_rows_of_shards_that_are_gone_from_a_damaged_merged_file_are_named(run):
         file.write(b"\xff")
     run.shard_path(2).unlink()
     run.shard_path(3).unlink()
+    damaged = run.merged.read_bytes()
     report = merge(run)
     assert [hole["shard"] for hole in report["missing"]] == [2]
+    assert run.merged.with_suffix(".damaged.h5").read_bytes() == damaged  # its rows are nowhere else
     check_one_truth(run)
+
+
+def test_a_merged_file_without_an_intact_row_is_not_complete_once_its_shards_are_gone(run):
+    publish_all(run)
+    merge(run)
+    content = run.merged.read_bytes()
+    for shard in range(5):
+        start, stop = run.plan.bounds(shard)
+        content = content.replace(np.arange(start, stop, dtype="<i8").tobytes(), bytes(8 * (stop - start)))
+        run.shard_path(shard).unlink()
+    run.merged.write_bytes(content)
+    assert merge(run)["n_rows"] == 0
+    assert run.merged.with_suffix(".damaged.h5").read_bytes() == content
+    check_one_truth(run)
+
+
+def test_a_merged_file_with_damaged_rows_that_no_shard_has_is_left_beside_its_successor(run):
+    publish_all(run)
+    publish(run, 1, failed={7})
+    write_recompute(run.folder, failed_again(run, 2))
+    publish_again(run, 2)
+    merge(run)
+    path = run.revision_path(1, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    content = run.merged.read_bytes().replace(np.arange(5, 10, dtype="<i8").tobytes(), bytes(40))
+    run.merged.write_bytes(content)
+    merge(run)
+    assert merged_rows(run) == {**ALL_GOOD, 7: None}
+    assert run.merged.with_suffix(".damaged.h5").read_bytes() == content
+    check_one_truth(run)
+
+
+@pytest.mark.parametrize("content", [b'"attributes"', np.arange(5, 10, dtype="<i8").tobytes(), b"again"])
+def test_a_merged_file_that_was_read_wrongly_once_is_read_again(run, monkeypatch, content):
+    for shard in range(5):
+        publish(run, shard, failed={7, 13})
+    write_recompute(run.folder, failed_again(run, 2))
+    publish_again(run, 2, failing={13})
+    merge(run)
+    before = run.merged.read_bytes()
+    path = run.revision_path(1, 1)
+    path.write_bytes(path.read_bytes()[:-1])  # only merged.h5 has item 7
+    run.shard_path(3).unlink()
+    wrong = read_wrongly_once(monkeypatch, "merged.h5", before.index(content))
+    assert merge(run)["complete"]
+    assert not wrong
+    assert run.merged.read_bytes() == before
+    assert not run.merged.with_suffix(".damaged.h5").exists()
 
 
 @pytest.mark.parametrize(

@@ -94,15 +94,19 @@ class Failing:
         put(function, call, self._monkeypatch.setattr)
 
 
-def read_wrongly_once(monkeypatch, name):
-    """Flip a bit of what the next read of a file gives; the list that is returned is empty once that has happened."""
+def read_wrongly_once(monkeypatch, name, at=None):
+    """Flip a bit of what the next read of a file gives, or of the byte `at` a place, the next time that is read.
+
+    The list that is returned is empty once that has happened.
+    """
     real, wrong = os.preadv, [name]
 
     def preadv(fd, buffers, offset):
         n_read = real(fd, buffers, offset)
-        if wrong and os.readlink(f"/proc/self/fd/{fd}").endswith(name):  # noqa: PTH115
+        place = n_read // 2 if at is None else at - offset
+        if wrong and 0 <= place < n_read and os.readlink(f"/proc/self/fd/{fd}").endswith(name):  # noqa: PTH115
             wrong.pop()
-            buffers[0][n_read // 2] ^= 1
+            buffers[0][place] ^= 1
         return n_read
 
     monkeypatch.setattr(os, "preadv", preadv)
