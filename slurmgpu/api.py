@@ -24,7 +24,8 @@ from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, put_profile
 from slurmgpu.plan.variants import drafted, variants_of
 from slurmgpu.progress import following
-from slurmgpu.report.build import is_complete, last_report
+from slurmgpu.report.completeness import is_complete
+from slurmgpu.report.report_file import last_report
 from slurmgpu.report.status import read_status
 from slurmgpu.results import Merged
 from slurmgpu.results import open as open_merged

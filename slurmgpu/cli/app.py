@@ -226,7 +226,7 @@ def cancel(folder: options.RunArgument) -> None:
     """
     from slurmgpu.cli.console import result
     from slurmgpu.executors import live_tasks
-    from slurmgpu.report.build import command_to_continue, is_complete
+    from slurmgpu.report.completeness import command_to_continue, is_complete
 
     if runs := options.runs_of_sweep(folder):
         from slurmgpu.cli.commands import sweep

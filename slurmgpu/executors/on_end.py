@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.report.build import Report, report_path
+from slurmgpu.report.report_file import Report, report_path
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.util.redact import HIDDEN

@@ -16,7 +16,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_adjustments
 from slurmgpu.executors.interface import Executor, Lines, Preview, Sight, Started
 from slurmgpu.report.attempts import Accounting
-from slurmgpu.report.build import is_complete
+from slurmgpu.report.completeness import is_complete
 from slurmgpu.report.queued import Job
 from slurmgpu.run import private
 from slurmgpu.run.directory import Run

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slurmgpu.report.attempts import AttemptRow, attempts_of, of_last_submission
-from slurmgpu.report.build import bad_nodes
+from slurmgpu.report.report_file import bad_nodes
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.submissions import SubmissionLine

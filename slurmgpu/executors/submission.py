@@ -20,7 +20,8 @@ from slurmgpu.faults import parse_faults
 from slurmgpu.faults.injection import damage_shards
 from slurmgpu.merge import merge
 from slurmgpu.report.attempts import Accounting
-from slurmgpu.report.build import Report, command_to_continue, every_item_failed, retriable
+from slurmgpu.report.completeness import command_to_continue
+from slurmgpu.report.report_file import Report, every_item_failed, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.creation import protect
 from slurmgpu.run.directory import Run

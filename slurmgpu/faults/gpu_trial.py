@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from slurmgpu.errors import GPUFaultError
 from slurmgpu.faults.verdicts import Verdict
-from slurmgpu.report.build import Report, last_report
+from slurmgpu.report.report_file import Report, last_report
 from slurmgpu.results import Merged
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.shard_file import read_directory

@@ -9,7 +9,7 @@ from functools import cached_property
 from slurmgpu.faults import KINDS, Fault, parse_faults
 from slurmgpu.faults.injection import Mark, Marks
 from slurmgpu.report.attempts import AttemptRow, makings_of
-from slurmgpu.report.build import Report
+from slurmgpu.report.report_file import Report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import ITEM, POLICIES
 from slurmgpu.shards.shard_file import Directory, read_directory, verify_shard

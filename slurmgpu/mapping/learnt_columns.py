@@ -13,7 +13,7 @@ from slurmgpu.mapping.annotations import Type
 from slurmgpu.operations import probe
 from slurmgpu.operations.replacement import room
 from slurmgpu.plan.planner import Draft
-from slurmgpu.report.build import Report
+from slurmgpu.report.report_file import Report
 from slurmgpu.results import open as open_merged
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.column_types import columns_of_types, type_for_both

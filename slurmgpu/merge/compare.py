@@ -19,7 +19,7 @@ from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import open_items
 from slurmgpu.merge.differences import distance_of, is_same
-from slurmgpu.report.build import read_report
+from slurmgpu.report.report_file import read_report
 from slurmgpu.results.published import Block, FileRows, Row, RunRows
 from slurmgpu.results.views import without_value
 from slurmgpu.run.recompute import spans_of

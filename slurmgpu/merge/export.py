@@ -27,7 +27,7 @@ from slurmgpu.code.snapshots import code_digest
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.loader.build import build
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, refuse_bare_fields, refuse_unknown_fields
-from slurmgpu.report.build import MOST_BYTES
+from slurmgpu.report.report_file import MOST_BYTES
 from slurmgpu.results import Merged
 from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.results.selection import Selection

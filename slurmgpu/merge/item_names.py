@@ -14,7 +14,7 @@ from typing import Any
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, file_items, open_items, sweeps
 from slurmgpu.inputs.keys import cut, items_named, name_by
-from slurmgpu.report.build import FailedItem
+from slurmgpu.report.report_file import FailedItem
 from slurmgpu.run.directory import Run
 from slurmgpu.run.plan_beside import plan_beside
 from slurmgpu.util.process_wide import working_folder

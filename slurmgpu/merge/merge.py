@@ -28,7 +28,8 @@ from slurmgpu.merge.join import join
 from slurmgpu.merge.merged_file import Places
 from slurmgpu.merge.sources import Source
 from slurmgpu.report.attempts import Accounting
-from slurmgpu.report.build import Joined, Report, build_report, read_report, report_path
+from slurmgpu.report.build import Joined, build_report
+from slurmgpu.report.report_file import Report, read_report, report_path
 from slurmgpu.run import owners
 from slurmgpu.run.crash_history import history_path
 from slurmgpu.run.directory import Run

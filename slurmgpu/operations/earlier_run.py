@@ -8,7 +8,7 @@ from pathlib import Path
 from slurmgpu.code.former import changed_since
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.planner import Draft
-from slurmgpu.report.build import is_complete
+from slurmgpu.report.completeness import is_complete
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
 

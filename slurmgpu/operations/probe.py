@@ -20,8 +20,8 @@ from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.progress import following
-from slurmgpu.report.build import Report
 from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
+from slurmgpu.report.report_file import Report
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of

@@ -19,7 +19,7 @@ from slurmgpu.executors.submission import Outcome, start
 from slurmgpu.merge import merge
 from slurmgpu.plan.container_spec import contain_again
 from slurmgpu.plan.written_keys import edited_notes
-from slurmgpu.report.build import is_complete
+from slurmgpu.report.completeness import is_complete
 from slurmgpu.run import mapped_function
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import Lock

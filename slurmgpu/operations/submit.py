@@ -19,7 +19,7 @@ from slurmgpu.faults import check_faults, parse_faults
 from slurmgpu.operations.replacement import PLANNED, check_room, remove_left, room
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.variants import Drafts, Variant
-from slurmgpu.report.build import is_complete
+from slurmgpu.report.completeness import is_complete
 from slurmgpu.run.creation import create_run
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission

@@ -11,7 +11,7 @@ from slurmgpu.code.import_guard import refuse_if_importing
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import queued_jobs
-from slurmgpu.report.build import Report, last_report, read_report
+from slurmgpu.report.report_file import Report, last_report, read_report
 from slurmgpu.report.states import made_since
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.results.published import Row as RunRow

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from slurmgpu.report.build import Report
+from slurmgpu.report.report_file import Report
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import write_bytes
 

@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple
 from slurmgpu.page.spans import AttemptSpan, begin_of, makers_of
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import AttemptRow, node_of, outcome_of
-from slurmgpu.report.build import MESSAGE_CHARACTERS, Report
+from slurmgpu.report.build import MESSAGE_CHARACTERS
 from slurmgpu.report.ledger import energy_in_words, in_words
+from slurmgpu.report.report_file import Report
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Death, Usage
 from slurmgpu.util.amounts import duration

@@ -27,9 +27,9 @@ from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
 from slurmgpu.page.words import as_typed, cut, moment, plain
 from slurmgpu.report.attempts import in_task_order
-from slurmgpu.report.build import Report, every_item_failed, faults_of
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.report.origin import origin_in_words, origin_of
+from slurmgpu.report.report_file import Report, every_item_failed, faults_of
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of, duration, rate_of

@@ -17,7 +17,7 @@ from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.page.svg import COLOURS, figure, picture
 from slurmgpu.page.words import cut
-from slurmgpu.report.build import Report
+from slurmgpu.report.report_file import Report
 from slurmgpu.results import Merged
 from slurmgpu.results.distributions import Distribution, Spread, distribution_of, sampled_rows
 from slurmgpu.run.directory import Run

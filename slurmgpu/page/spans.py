@@ -9,8 +9,8 @@ from typing import Any
 
 from slurmgpu.page.words import plain
 from slurmgpu.report.attempts import AttemptRow
-from slurmgpu.report.build import Report
 from slurmgpu.report.ledger import Counting, counting, kind_of
+from slurmgpu.report.report_file import Report
 from slurmgpu.run.records import Computed
 from slurmgpu.util.array_ids import task_of_attempt
 

@@ -16,7 +16,7 @@ from slurmgpu.page.clock import Clock
 from slurmgpu.page.spans import AttemptSpan
 from slurmgpu.page.svg import COLOURS, MARK, RIGHT, SMALL, figure
 from slurmgpu.report.attempts import AttemptRow
-from slurmgpu.report.build import Report
+from slurmgpu.report.report_file import Report
 from slurmgpu.run.telemetry_log import Sample, some_samples, telemetry_path
 from slurmgpu.util.array_ids import task_of_attempt
 

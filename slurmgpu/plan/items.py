@@ -18,7 +18,7 @@ from slurmgpu.loader.names import title_of
 from slurmgpu.plan.extension import link_or_copy
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.site_file import named
-from slurmgpu.report.build import is_complete
+from slurmgpu.report.completeness import is_complete
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.item_ranges import parse_item_ranges

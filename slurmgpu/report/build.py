@@ -1,53 +1,48 @@
-"""The report: missing shards, attempts, failed items, and the command that computes the rest.
-
-docs/reference/report.md lists the keys of report.json. Standard library only: `status` reads it on login nodes.
-"""
+"""Build the report: missing shards, attempts, failed items, and the command that computes the rest."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 from slurmgpu.code import snapshots
-from slurmgpu.code.versions import RowsByCode, Stretch, rows_by_code
-from slurmgpu.containers.settings import Identity
+from slurmgpu.code.versions import Stretch, rows_by_code
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import (
     Accounting,
     AttemptRow,
     Making,
-    attempts_of,
     computed_with,
     makings_of,
-    of_last_submission,
     rows_of,
-    unrecorded,
 )
-from slurmgpu.report.ledger import Ledger, counting, ledger, spent
+from slurmgpu.report.ledger import counting, ledger, spent
+from slurmgpu.report.report_file import (
+    REPORT_FORMAT,
+    REPORT_VERSION,
+    CodeRows,
+    FailedItem,
+    Hole,
+    Image,
+    Report,
+    command_to_resubmit,
+    command_to_resubmit_failed,
+)
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.failures import class_and_message
 from slurmgpu.run.frozen_plan import Plan
-from slurmgpu.run.mapped_function import function_by_value, with_another_function
 from slurmgpu.run.private import public
-from slurmgpu.run.records import Death, Record, Unread
-from slurmgpu.run.submissions import Git, SubmissionLine, is_over, is_slurms
-from slurmgpu.shards.merged_head import read_merged_head
+from slurmgpu.run.records import Record, Unread
+from slurmgpu.run.submissions import SubmissionLine, is_slurms
 from slurmgpu.util.redact import hidden
-from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, read_bytes
-from slurmgpu.util.typed_json import check_objects
 
 log = logging.getLogger(__name__)
 
-REPORT_FORMAT = "slurmgpu report"
-REPORT_VERSION = 1
-MOST_BYTES = 1 << 30
-"""More than the report of MOST_LISTED failed items and a million attempts."""
 MOST_LISTED = 100_000
 """The most failed items that a report lists; merged.h5 has all. Listing 10 million took 20 GB of memory."""
 N_WHOLE_MESSAGES = 10_000
@@ -78,85 +73,6 @@ class Joined:
     errors: Errors
     not_finite: dict[str, dict[str, int]]
     code: tuple[Stretch, ...]
-
-
-class Hole(TypedDict):
-    """A shard that merged.h5 lacks; `damaged` says what was wrong if a merge set it aside.
-
-    Its items are `start` to `stop` - 1 of the input; a run of some items may not have all of these.
-    """
-
-    shard: int
-    start: int
-    stop: int
-    damaged: str | None
-
-
-_FailedItem = TypedDict("_FailedItem", {"index": int, "class": str, "message": str})
-
-
-class FailedItem(_FailedItem, total=False):
-    """An item whose row is an error."""
-
-    name: str | None
-
-
-class Image(Identity):
-    """The image of a run."""
-
-    path: str
-
-
-class CodeRows(RowsByCode):
-    """A version of the code and the number of its rows; the rest is None for code that no submission names."""
-
-    submissions: list[int]
-    files: dict[str, str] | None
-    python: str | None
-    distributions: dict[str, str] | None
-    image: str | None
-    git: Git | None
-    left_out: list[str]
-
-
-class Report(TypedDict):
-    """The content of report.json."""
-
-    format: str
-    version: int
-    run: str
-    run_dir: str
-    written: float
-    fingerprint: str
-    complete: bool
-    n_items: int
-    n_rows: int
-    n_errors: int
-    n_missing_items: int
-    n_shards: int
-    n_shards_done: int
-    merged: str | None
-    summary: Mapping[str, Any] | None
-    not_finite: dict[str, dict[str, int]] | None
-    missing: list[Hole]
-    errors: list[FailedItem]
-    errors_by_class: dict[str, int]
-    attempts: list[AttemptRow]
-    damaged_records: list[str]
-    damaged_revisions: dict[str, str]
-    unreadable_records: list[str]
-    failures: dict[str, int]
-    worker_deaths: dict[str, int]
-    gpu_hours: float
-    ledger: Ledger
-    accounting: bool
-    submissions: list[SubmissionLine]
-    resubmit: str | None
-    resubmit_failed: str | None
-    image: Image | None
-    computed_with: dict[str, dict[str, int]]
-    code: list[CodeRows]
-    provenance: Mapping[str, Any]
 
 
 def build_report(
@@ -216,8 +132,8 @@ def build_report(
         "ledger": ledger(attempts),
         "accounting": accounting is not None and any(map(is_slurms, attempts)),
         "submissions": list(map(public, run.submissions())),
-        "resubmit": _resubmit(run, complete),
-        "resubmit_failed": _resubmit_failed(run, sum(n_failed.values())),
+        "resubmit": command_to_resubmit(run, complete),
+        "resubmit_failed": command_to_resubmit_failed(run, sum(n_failed.values())),
         "image": _image(run),
         "computed_with": computed_with(records),
         "code": _code(run, () if joined is None else joined.code),
@@ -242,18 +158,6 @@ def _planned(plan: Plan) -> dict[str, Any]:
         "batch_size": plan.batch_size,
         "keep": plan.keep,
     }
-
-
-def judged_attempts(run: Run) -> list[AttemptRow]:
-    """Every attempt, with failure and message from the last report if it has them; see `attempts.verdict_of`."""
-    told: dict[str, AttemptRow] = {}
-    try:
-        if (report := read_report(run)) is not None:
-            told = {row["attempt"]: row for row in report["attempts"]}
-    except SlurmGPUError as error:
-        log.debug("%s", error)
-    attempts = attempts_of(run, None, told, may_live=not is_over(run.submissions()))
-    return [*attempts, *unrecorded(told, (attempt["attempt"] for attempt in attempts))]
 
 
 def _with_unrecorded(run: Run, records: Sequence[Record], published: Set[int]) -> list[Record]:
@@ -281,110 +185,6 @@ def _enter_spent(attempts: Sequence[AttemptRow], records: Sequence[Record], publ
     for row in attempts:
         if record := known.get(row["attempt"]):
             row["spent"] = spent(record, row["seconds"], row["failure"], counts)
-
-
-def retriable(report: Report) -> bool:
-    """Whether another submission may compute the rest: the last one had only retriable failures."""
-    # A merge job that is requeued after Slurm refused its resubmission tries that again.
-    taken = [line for line in report["submissions"] if line["state"] != "refused"]
-    attempts = of_last_submission(report["attempts"], taken) if taken else []
-    # Without any attempt, the user cancelled the whole array in the queue.
-    # A failure that is the fault of one node may succeed on another.
-    return bool(attempts) and all(POLICIES[a["failure"]].retriable or a["bad_node"] for a in attempts if a["failure"])
-
-
-def last_death(deaths: Sequence[Death]) -> str | None:
-    """The failure class of an attempt's last worker death; None without one."""
-    return deaths[-1]["class"] if deaths else None
-
-
-def faults_of(report: Report) -> str:
-    """The injected faults; empty if the run is no rehearsal."""
-    return ", ".join(dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()))
-
-
-def bad_nodes(attempts: Iterable[AttemptRow]) -> list[str]:
-    """The nodes at fault for failures."""
-    return sorted({a["bad_node"] for a in attempts if a["bad_node"]})
-
-
-def read_report(run: Run) -> Report | None:
-    """The report of the last merge, None before the first. SlurmGPUError if it is damaged."""
-    path, merge = report_path(run), f"slurmgpu merge {run.typed}"
-    try:
-        return _checked(json.loads(read_bytes(path, max_bytes=MOST_BYTES)))
-    except FileNotFoundError:
-        return None
-    except UnusableFileError as error:
-        raise SlurmGPUError(
-            f"{path} cannot be read: {error.strerror}. Remove it; `{merge}` writes it again."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise SlurmGPUError(f"{path} is damaged: {error}. `{merge}` writes it again.") from error
-
-
-def _checked(report: Any) -> Report:
-    """The report if it is valid, else ValueError."""
-    if not isinstance(report, dict) or report.get("format") != REPORT_FORMAT:
-        raise ValueError("it is not a report")
-    if report.get("version") != REPORT_VERSION:
-        raise ValueError(f"its version is {report.get('version')!r:.80}; this slurmgpu reads {REPORT_VERSION}")
-    check_objects("", [report], Report)
-    return cast(Report, report)
-
-
-def last_report(run: Run, known: Report | None = None) -> Report:
-    """The report of the last merge with the run's present paths. SlurmGPUError before the first merge.
-
-    `known` is what `read_report` has just given.
-    """
-    report = known or read_report(run)
-    if report is None:
-        raise SlurmGPUError(
-            f"{run.folder} has no report yet, because no merge has finished. While the run is running, `slurmgpu "
-            f"status --watch {run.typed}` shows its progress. If it is over, `slurmgpu merge {run.typed}` merges what "
-            f"is published and writes the report and the page, and `slurmgpu logs {run.typed}` lists what jobs wrote."
-        )
-    merged = None if report["merged"] is None else str(run.merged)
-    now: Report = {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged}
-    now["resubmit"] = _resubmit(run, report["complete"])
-    now["resubmit_failed"] = _resubmit_failed(run, report["n_errors"])
-    return now
-
-
-def _resubmit(run: Run, is_complete: bool) -> str | None:
-    return None if is_complete else f"slurmgpu resubmit {run.typed}"
-
-
-def _resubmit_failed(run: Run, n_errors: int) -> str | None:
-    if not n_errors:
-        return None
-    name = function_by_value(run)
-    return f"slurmgpu resubmit {run.typed} --failed" if name is None else with_another_function(run, name)
-
-
-def every_item_failed(report: Report) -> bool:
-    """Whether a run is complete and every item failed."""
-    return report["complete"] and report["n_errors"] == report["n_rows"] > 0
-
-
-def is_complete(run: Run) -> bool:
-    """Whether the merged file has a row for every item, and no submission will replace it."""
-    head = read_merged_head(run.merged, PATIENCE_S)
-    return (
-        head is not None and head.complete and head.fingerprint == run.plan.fingerprint and is_over(run.submissions())
-    )
-
-
-def command_to_continue(run: Run) -> str:
-    """The command to type once nothing of an incomplete run is alive: `merge` if every shard is published."""
-    verb = "merge" if len(run.published(fresh=True)) == run.plan.n_shards else "resubmit"
-    return f"slurmgpu {verb} {run.typed}"
-
-
-def report_path(run: Run) -> Path:
-    """The path of the report."""
-    return run.folder / "report.json"
 
 
 def _code(run: Run, stretches: Sequence[Stretch]) -> list[CodeRows]:
@@ -440,9 +240,3 @@ def count_failed(errors: Iterable[str]) -> Counter[str]:
 def _failed_item(index: int, error: str) -> FailedItem:
     kind, message = class_and_message(error)
     return {"index": index, "class": kind, "message": message, "name": None}
-
-
-def class_and_message(error: str) -> tuple[str, str]:
-    """The failure class and the message of an item's error."""
-    kind, colon, rest = error.partition(": ")
-    return (kind, rest) if colon and kind in POLICIES else ("item_error", error)

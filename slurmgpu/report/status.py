@@ -16,11 +16,11 @@ from typing import TypedDict, cast
 from slurmgpu.code.versions import RowsByCode
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import AttemptRow, Rows, Told, Verdict, is_of, leases_lost, unrecorded, verdict_of
-from slurmgpu.report.build import last_death, read_report, report_path
 from slurmgpu.report.file_cache import UpToDate, mark_of
 from slurmgpu.report.origin import Origin, origin_of
 from slurmgpu.report.pace import PaceRecord, living_of, pace_of
 from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
+from slurmgpu.report.report_file import last_death, read_report, report_path
 from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, last_heard, own_time, patience

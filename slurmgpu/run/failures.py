@@ -194,6 +194,12 @@ def class_of(error: BaseException, ended: str) -> str:
     return next(name for name, policy in POLICIES.items() if policy.rest == ended)
 
 
+def class_and_message(error: str) -> tuple[str, str]:
+    """The failure class and the message of an item's error."""
+    kind, colon, rest = error.partition(": ")
+    return (kind, rest) if colon and kind in POLICIES else ("item_error", error)
+
+
 def class_of_exit(code: int) -> str | None:
     """The failure class that a task's exit code stands for; None for most codes."""
     codes = {policy.exit_code: name for name, policy in POLICIES.items() if policy.exit_code is not None}

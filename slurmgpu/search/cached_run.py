@@ -11,7 +11,7 @@ from slurmgpu.logs.files import attempts_with_logs, files_of
 from slurmgpu.logs.lines import text_of
 from slurmgpu.logs.places import TAIL_BYTES, last_end, line_around, places_of
 from slurmgpu.report.attempts import AttemptRow
-from slurmgpu.report.build import Report, judged_attempts, read_report
+from slurmgpu.report.report_file import Report, judged_attempts, read_report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record, Unread
 from slurmgpu.run.submissions import SubmissionLine

@@ -20,7 +20,7 @@ from typing import Any
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import open_items
 from slurmgpu.plan.trackers import TRACKERS, Destination
-from slurmgpu.report.build import read_report
+from slurmgpu.report.report_file import read_report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.metric_log import Logged, MetricReader
 from slurmgpu.run.records import Unread

@@ -26,7 +26,7 @@ from unittest import mock
 
 import submitit
 
-from slurmgpu.report.build import read_report
+from slurmgpu.report.report_file import read_report
 from slurmgpu.run.directory import Run
 from tests.benchmarks import judge, print_table, private_slurm, write_project
 from tests.benchmarks.sleeping import BATCH, sleep_share

@@ -19,7 +19,8 @@ from slurmgpu.merge import merge as merging
 from slurmgpu.merge import merged_file, sources
 from slurmgpu.merge.join import verify_joined
 from slurmgpu.merge.merge import failed_again, merge
-from slurmgpu.report.build import is_complete, read_report
+from slurmgpu.report.completeness import is_complete
+from slurmgpu.report.report_file import read_report
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock

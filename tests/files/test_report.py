@@ -21,10 +21,10 @@ from slurmgpu.merge.merge import merge
 from slurmgpu.operations import wait
 from slurmgpu.page import page
 from slurmgpu.page.facts import item_reasons
-from slurmgpu.report import build
+from slurmgpu.report import build, report_file
 from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE, Accounted, attempts_of, computed_with, versions_in_words
-from slurmgpu.report.build import judged_attempts, last_report, read_report, report_path
 from slurmgpu.report.ledger import KINDS
+from slurmgpu.report.report_file import judged_attempts, last_report, read_report, report_path
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.columns import Array, columns_from_json, convert_row
@@ -390,8 +390,8 @@ def test_whoever_waits_for_a_run_reads_each_record_once(run, monkeypatch):
     assert len(told) == 3
     assert sorted(read) == [f"4711_{task}.0" for task in range(4)]
     # The report of many failed items has megabytes.
-    reports, reading_report = [], build.read_report
-    for module in (build, wait):
+    reports, reading_report = [], report_file.read_report
+    for module in (report_file, wait):
         monkeypatch.setattr(module, "read_report", lambda run: reports.append(run) or reading_report(run))
     monkeypatch.setattr(wait.live_tasks, "alive", lambda run: None)
     assert wait.wait_for(run)["written"] == written["written"]

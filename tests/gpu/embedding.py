@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tests.gpu.findings import Machine, NotMeasured, finding, hold, logs_of, shared
 
 if TYPE_CHECKING:
-    from slurmgpu.report.build import Report
+    from slurmgpu.report.report_file import Report
 
 N_TEXTS, N_TOY = 50_000, 40
 COPIES = 6
@@ -143,7 +143,7 @@ def _by_hand(machine: Machine) -> ByHand:
 def _run(machine: Machine, n_tasks: int, length: tuple[int, int]) -> Report:
     """The report of a run over copies of the texts, with `n_tasks` tasks on the same GPU."""
     import slurmgpu
-    from slurmgpu.report.build import last_report
+    from slurmgpu.report.report_file import last_report
     from slurmgpu.util.gpus import visible_ids
     from slurmgpu.util.process_wide import environment
 

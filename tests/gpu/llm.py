@@ -765,7 +765,7 @@ def a_model_that_all_gpus_share_answers_as_on_one(machine: Machine) -> str:
     """A run with a tensor-parallel model over NCCL (on a CPU, gloo) answers in fp32 as one GPU does."""
     import slurmgpu
     from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE
-    from slurmgpu.report.build import last_report
+    from slurmgpu.report.report_file import last_report
     from slurmgpu.results import Merged
 
     if machine.n_gpus == 1:

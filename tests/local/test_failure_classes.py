@@ -6,7 +6,7 @@ import slurmgpu
 from slurmgpu.cli import completion
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.page.facts import classes_of
-from slurmgpu.report.build import bad_nodes, retriable
+from slurmgpu.report.report_file import bad_nodes, retriable
 from slurmgpu.report.state_words import failure_words
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import ITEM, LOADING, POLICIES, Policy, class_of_job

@@ -21,7 +21,7 @@ from slurmgpu.logs.files import LogFile
 from slurmgpu.logs.lines import merged, read_lines, without_colours
 from slurmgpu.logs.places import last_end, line_number, search_until, tail_start, time_start
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.report.build import read_report, report_path
+from slurmgpu.report.report_file import read_report, report_path
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.creation import create_run
 from slurmgpu.run.directory import Run

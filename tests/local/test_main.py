@@ -12,7 +12,7 @@ import pytest
 from slurmgpu import cli
 from slurmgpu.cli import app
 from slurmgpu.executors import live_tasks
-from slurmgpu.report import build
+from slurmgpu.report import completeness
 from slurmgpu.util.ansi import CONTROLS
 from slurmgpu.util.users import expanded
 from tests.support.nightly import by_night
@@ -143,7 +143,7 @@ def test_cancel_names_the_command_that_goes_on(monkeypatch, capsys, tmp_path, n_
     for shard in range(n_published):
         run.shard_path(shard).touch()
     monkeypatch.setattr(live_tasks, "cancel", lambda _: "Slurm jobs 20")  # a task that was requeued after the end
-    monkeypatch.setattr(build, "is_complete", lambda _: complete)
+    monkeypatch.setattr(completeness, "is_complete", lambda _: complete)
     app.cancel(run.folder)
     verb = "merge" if n_published else "resubmit"
     rest = "The run is complete." if complete else f"To go on: slurmgpu {verb} {run.folder}"

@@ -23,7 +23,7 @@ from slurmgpu import ItemError, SlurmGPUError, progress
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.errors import WorkloadError
 from slurmgpu.report import state_words
-from slurmgpu.report.build import last_report
+from slurmgpu.report.report_file import last_report
 from tests.support.runs import wait_until
 
 HERE = {"executor": "local", "gpus": 0, "overrides": {"html": False, "lease_s": 4.0}}

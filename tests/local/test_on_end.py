@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.executors import on_end, submission
-from slurmgpu.report.build import report_path
+from slurmgpu.report.report_file import report_path
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import write_json
 from tests.cluster.fixture import leave_out

@@ -22,7 +22,7 @@ from slurmgpu.page.pictures import rates
 from slurmgpu.page.provenance import provenance_of
 from slurmgpu.page.spans import makers_of, spans_of
 from slurmgpu.page.words import moment
-from slurmgpu.report.build import read_report, report_path
+from slurmgpu.report.report_file import read_report, report_path
 from slurmgpu.run.directory import Run
 from slurmgpu.util import redact
 from slurmgpu.util.amounts import duration
@@ -337,7 +337,7 @@ def test_html_false_leaves_the_page_out(project, slurmgpu):
 def test_a_matplotlib_that_the_shell_configures_wrongly_draws_all_the_same(faulty, tmp_path):
     code = (
         "import sys; from pathlib import Path; from slurmgpu import page; from slurmgpu.run.directory import Run;"
-        "from slurmgpu.report.build import last_report; run = Run.open(Path(sys.argv[1]));"
+        "from slurmgpu.report.report_file import last_report; run = Run.open(Path(sys.argv[1]));"
         "print(page.write_page(run, last_report(run), Path(sys.argv[2])))"
     )
     done = subprocess.run(

@@ -13,7 +13,7 @@ from slurmgpu.cli.views.report import show_report
 from slurmgpu.merge.item_names import find_item, name_by_key
 from slurmgpu.merge.merge import merge
 from slurmgpu.operations import wait
-from slurmgpu.report.build import last_report
+from slurmgpu.report.report_file import last_report
 from slurmgpu.results.published import RunRows
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan

@@ -27,7 +27,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import submission
 from slurmgpu.executors.interface import Preview
 from slurmgpu.executors.resubmission import first_submission
-from slurmgpu.report.build import judged_attempts, last_report, report_path
+from slurmgpu.report.report_file import judged_attempts, last_report, report_path
 from slurmgpu.report.status import read_status
 from slurmgpu.util.ansi import plain
 from tests.support.nightly import by_night

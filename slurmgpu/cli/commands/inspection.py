@@ -16,7 +16,7 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.util.array_ids import task_of_attempt
 
 if TYPE_CHECKING:
-    from slurmgpu.report.build import Report
+    from slurmgpu.report.report_file import Report
     from slurmgpu.run.directory import Run
 
 
@@ -103,7 +103,7 @@ def report(
     """
     from slurmgpu.cli.console import result_json, say
     from slurmgpu.cli.views.report import show_report
-    from slurmgpu.report.build import last_report
+    from slurmgpu.report.report_file import last_report
     from slurmgpu.report.states import made_since
 
     if html is None and task is None and (runs := options.runs_of_sweep(folder)):

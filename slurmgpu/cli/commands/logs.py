@@ -14,7 +14,7 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs.files import attempts_with_logs, merge_files
 from slurmgpu.logs.lines import Line
 from slurmgpu.report.attempts import in_task_order
-from slurmgpu.report.build import read_report
+from slurmgpu.report.report_file import read_report
 from slurmgpu.report.states import is_at_work
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, is_over, job_here

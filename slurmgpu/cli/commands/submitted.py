@@ -22,7 +22,7 @@ from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge
 from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.operations.wait import wait_for
-from slurmgpu.report.build import command_to_continue, is_complete
+from slurmgpu.report.completeness import command_to_continue, is_complete
 from slurmgpu.report.state_words import News, line_of
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run

@@ -32,7 +32,8 @@ from slurmgpu.operations.wait import incomplete, wait_for
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.site_file import origins
 from slurmgpu.plan.variants import Drafts, Variant, Variants, drafted
-from slurmgpu.report.build import is_complete, last_report
+from slurmgpu.report.completeness import is_complete
+from slurmgpu.report.report_file import last_report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
 from slurmgpu.run.sweep_file import said_not_submitted, was_submitted

@@ -34,9 +34,9 @@ from slurmgpu.report.attempts import (
     outcome_of,
     versions_in_words,
 )
-from slurmgpu.report.build import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.origin import origin_in_words, origin_of
+from slurmgpu.report.report_file import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.frozen_plan import Plan

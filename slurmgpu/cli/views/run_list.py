@@ -20,8 +20,9 @@ from slurmgpu.cli.views.columns import bare_table
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors.interface import Executor
 from slurmgpu.executors.registry import queued_jobs, queueing
-from slurmgpu.report.build import is_complete, read_report
+from slurmgpu.report.completeness import is_complete
 from slurmgpu.report.queued import Queue
+from slurmgpu.report.report_file import read_report
 from slurmgpu.report.states import is_told
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
