@@ -15,7 +15,7 @@ from slurmgpu.code.locator import Locator, is_others
 from slurmgpu.code.trace_notes import TraceNotes
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, retried
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import expanded, resolved
 
 
 class UserCode:
@@ -39,7 +39,7 @@ class UserCode:
             if is_name and (needed or self._locator.look(module.partition(".")[0]) is not None):
                 self.add_module(module, needed=needed)
             return
-        path = (self._folder / expanded(module)).resolve()
+        path = resolved(self._folder / expanded(module))
         if is_file(path, BRIEF_PATIENCE_S):
             self._locator.search_first(path.parent)
             self._kept.add_module(str(path), None, needed=needed)
@@ -114,7 +114,7 @@ class UserCode:
         """Search folders for modules, too. With `is_first`, programs find them there before the snapshot's copies."""
         for name in folders:
             with contextlib.suppress(OSError, ValueError):
-                folder = (self._folder / expanded(name)).resolve()
+                folder = resolved(self._folder / expanded(name))
                 if is_folder(folder, BRIEF_PATIENCE_S) and not is_others(f"{folder}/"):
                     self._locator.search_last(folder)
                     if is_first:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import expanded, resolved
 
 BUILT_IN = {
     "embed": "slurmgpu.workloads.embed:Embed",
@@ -98,7 +98,7 @@ def with_whole_path(full_name: str, base: Path, what: str) -> str:
     module, _, name = full_name.rpartition(":")
     if not module.endswith(".py"):
         return full_name
-    path = (base / expanded(module)).resolve()
+    path = resolved(base / expanded(module))
     if not path.is_file():
         raise SlurmGPUError(f"{what}: there is no file {path}.")
     return f"{path}:{name}"

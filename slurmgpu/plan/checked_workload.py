@@ -19,12 +19,12 @@ from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.run_file import MOST, RunFile, table_of
 from slurmgpu.plan.site_file import read_run_file
 from slurmgpu.util.process_wide import one_thread, working_folder
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import resolved
 
 
 def workload_of(run_file: Path, overrides: Mapping[str, Any] | None) -> Adapted:
     """The workload that a run file names, with its settings, checked."""
-    path = expanded(run_file).resolve()
+    path = resolved(run_file)
     return build_workload(read_run_file(path, overrides), path.parent, overrides)[2]
 
 

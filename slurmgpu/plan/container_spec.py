@@ -15,14 +15,14 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.names import title_of
 from slurmgpu.plan.run_file import ContainerTable
 from slurmgpu.plan.site_file import RunFileSource, origins, path_of, read_run_file
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import expanded, resolved
 
 
 def image_path(table: ContainerTable, base: Path) -> Path | None:
     """The image that a run file in `base` names; None if tasks run without one."""
     if table.image is None or table.runtime == "none":
         return None
-    return (base / expanded(table.image)).resolve()
+    return resolved(base / expanded(table.image))
 
 
 def identify_image(image: Path, runtime: str, run_file: RunFileSource, overrides: Mapping[str, Any] | None) -> Identity:

@@ -24,7 +24,7 @@ from slurmgpu.util.amounts import count_of
 from slurmgpu.util.item_ranges import parse_item_ranges
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried, status_of
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import expanded, resolved
 
 Configurations = Sequence[Mapping[str, Any]]
 SWEEP = "[sweep]"
@@ -299,7 +299,7 @@ def _promised(asked: ItemRequest, named: str | list[str]) -> inputs.InputSpec | 
 
 
 def _incomplete(asked: ItemRequest, name: str) -> Run | None:
-    path = (asked.path.parent / expanded(name)).resolve()
+    path = resolved(asked.path.parent / expanded(name))
     before = next((run for run in asked.after if run.merged.resolve() == path), None)
     return None if before is None or is_complete(before) else before
 

@@ -46,7 +46,7 @@ from slurmgpu.shards.columns import Column, check_columns, columns_to_json
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import status_of
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import resolved
 from slurmgpu.workload import Placement
 
 
@@ -105,7 +105,7 @@ def draft_run(
     `most_shards` gives the most shards for a number of items, unless the run file or the tasks say otherwise. `scans`
     has the inputs of a sweep's other runs, and `git` gives the state of a folder's repository.
     """
-    source = expanded(run_file).resolve() if isinstance(run_file, Path) else run_file
+    source = resolved(run_file) if isinstance(run_file, Path) else run_file
     config, folder = read_run_file(source, overrides), path_of(source).parent
     written = written_in(path_of(source))  # now, as it may be edited while its input is read
     refuse_variants(config, path_of(source))

@@ -23,7 +23,6 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    ValidationInfo,
     field_validator,
 )
 
@@ -74,11 +73,11 @@ MOST = 2**63 - 1
 """The largest integer in a run's HDF5 files and in the index of its input."""
 
 
-def _refuse_nul(value: Any, name: str) -> None:
+def _refuse_nul(value: Any, name: str = "") -> None:
     """ValueError for a text that can be no path, and no line of a script: it would end at this character."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and "\0" in text:
-            raise ValueError(f"{name} holds a NUL character")
+            raise ValueError(f"{name} holds a NUL character".lstrip())
 
 
 def _slurm_names(value: Any) -> Any:
@@ -160,8 +159,8 @@ class Table(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _without_nul(cls, value: Any, info: ValidationInfo) -> Any:
-        _refuse_nul(value, info.field_name or "")
+    def _without_nul(cls, value: Any) -> Any:
+        _refuse_nul(value)
         return value
 
 

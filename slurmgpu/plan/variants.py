@@ -27,7 +27,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.sweep_file import listed_runs, record_runs, was_submitted
 from slurmgpu.util.redact import hidden
 from slurmgpu.util.shared_files import exists
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import resolved
 
 MOST_RUNS = 1000
 """The most runs of a sweep; each has jobs and a directory of its own."""
@@ -117,7 +117,7 @@ def variants_of(
     With an input, each key of [sweep] is named as `-s` names it: `input`, `seed`, `settings.lr`, or `lr` for the
     setting. Without one, keys of tables, such as `settings.lr`, vary the run and all others the items.
     """
-    source = expanded(source).resolve() if isinstance(source, Path) else source
+    source = resolved(source) if isinstance(source, Path) else source
     config = read_run_file(source, overrides)
     of_runs, of_items = split_sweep(config)
     if not of_runs:

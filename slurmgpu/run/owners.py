@@ -18,7 +18,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import users
 from slurmgpu.util.process_wide import own_umask
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried, why_not_own
-from slurmgpu.util.users import expanded, name_in_words
+from slurmgpu.util.users import name_in_words, resolved
 
 if TYPE_CHECKING:
     from slurmgpu.run.directory import Run
@@ -31,13 +31,13 @@ LEFT_ALONE = "%s is not stopped: only files that others can write say that it be
 
 def trust(folder: Path) -> None:
     """Trust all who may write in a run directory, in this process and its children."""
-    os.environ[ENVIRON] = str(expanded(folder).resolve())
+    os.environ[ENVIRON] = str(resolved(folder))
 
 
 def is_trusted(folder: Path) -> bool:
     """Whether the user trusts all who may write in this run directory."""
     named = os.environ.get(ENVIRON)
-    return bool(named) and expanded(named or "").resolve() == folder.resolve()
+    return bool(named) and resolved(named or "") == folder.resolve()
 
 
 def is_owner(run: Run) -> bool:

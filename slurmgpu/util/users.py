@@ -43,6 +43,14 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
+def resolved(path: str | os.PathLike[str]) -> Path:
+    """The absolute path without `~` and links; one in a circle of links stays, for whoever opens it to say so.
+
+    Path.resolve raises a RuntimeError then, before Python 3.13.
+    """
+    return Path(os.path.realpath(expanded(path)))
+
+
 def is_own_folder(path: Path) -> bool:
     """Whether there is a folder that this user alone may write."""
     try:

@@ -258,6 +258,20 @@ def test_a_text_that_would_end_at_a_nul_character_is_refused(project, tables, na
     assert "holds a NUL character" in found
 
 
+@pytest.mark.parametrize(
+    "tables",
+    [{"input": "circle.jsonl"}, {"container": {"image": "circle.sif"}}, {"workload": {"use": "circle.py:Rows"}}],
+)
+def test_a_circle_of_links_is_refused_in_a_sentence(project, tables, slurmgpu):
+    folder = project(**tables)
+    for name in ("circle.jsonl", "circle.sif", "circle.py", "circle.toml"):
+        (folder / name).symlink_to(name)
+    for run_file in ("slurmgpu.toml", "circle.toml"):
+        done = slurmgpu("submit", "--dry-run", run_file, cwd=folder, expect=2)
+        assert "error: " in done.stderr
+        assert "circle." in done.stderr
+
+
 def test_a_name_that_would_write_a_line_of_sbatchs_script_is_refused(project):
     written = project(slurm={})
     edit(written, "[slurm]", '[slurm]\n"comment=x\\n#SBATCH --wrap" = "rm"')

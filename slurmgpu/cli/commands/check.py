@@ -32,7 +32,7 @@ from slurmgpu.task.preflight import NodeCheck, check_here
 from slurmgpu.util.amounts import count_of, size_of
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.redact import hidden
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import resolved
 
 SLOW_S = 10.0
 """A container that takes longer to start has a reason that the runtime does not report."""
@@ -70,7 +70,7 @@ def run_checks(
     are_good = all(each.are_good for each in checked)
     if node and are_good:
         assert checked[0].config is not None
-        on_node = [str(run_file.resolve()), *typed, *(["--gpu"] if gpu else [])]
+        on_node = [str(resolved(run_file)), *typed, *(["--gpu"] if gpu else [])]
         are_good = _check_a_node(on_node, checked[0].config)
     return 0 if are_good else 2
 
@@ -107,7 +107,7 @@ def _try_gpus(run_file: Path, overrides: Mapping[str, Any], n_gpus: int, device:
     container = read_run_file(run_file, overrides).container.model_dump(exclude_unset=True)
     with (
         tempfile.TemporaryDirectory(prefix="slurmgpu-gpu-") as folder,
-        working_folder(expanded(run_file).resolve().parent),  # paths in [container] are relative to it
+        working_folder(resolved(run_file).parent),  # paths in [container] are relative to it
         commands.outside_job(),
     ):
         verdicts = gpu_trial.try_gpus(
@@ -162,7 +162,7 @@ class _Checks:
         return str(self._run_file)
 
     def _image(self, config: RunFile) -> str:
-        run_file = self._run_file.resolve()
+        run_file = resolved(self._run_file)
         path = image_path(config.container, run_file.parent)
         if path is None:
             return "none: the workers run in this Python"
@@ -177,7 +177,7 @@ class _Checks:
         workload = workload_of(self._run_file, self._overrides)
         if workload.fetch is None:
             return f"workload {workload.name.rpartition(':')[2]} has nothing to download"
-        with working_folder(expanded(self._run_file).resolve().parent):  # a setting may be a path
+        with working_folder(resolved(self._run_file).parent):  # a setting may be a path
             return str(workload.fetch())
 
     def _executor(self, config: RunFile) -> str:

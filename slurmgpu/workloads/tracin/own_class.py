@@ -13,7 +13,7 @@ from torch import nn
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.modules import import_file
-from slurmgpu.util.users import expanded
+from slurmgpu.util.users import resolved
 from slurmgpu.workloads.user_code import located
 
 ADVICE = (
@@ -51,7 +51,7 @@ def _optional_and_missing(file: Path) -> str | None:
 def class_of(architecture: str) -> tuple[Any, Path]:
     """The class of `architecture`, "file.py:Class", and its file."""
     path, _, name = architecture.rpartition(":")
-    file = expanded(path).resolve()
+    file = resolved(path)
     with located(f"the import of {file.name}", str(file), ADVICE):
         cls = getattr(import_file(file), name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
