@@ -50,6 +50,8 @@ OF_PLAIN = 1.5
 """How many times as far from fp32 the engine's results in bf16 may be as the model's own in bf16."""
 ONE_BY_ONE, BY_HAND = 10.0, 1.2
 """How many times as fast the engine must be as `model.generate`: prompt by prompt, and in its best sorted batches."""
+OF_NEEDED = 0.4
+"""The share of the memory of a batch that it gets, to be halved twice."""
 GRAPHS_GAIN = 1.3
 """How many times as fast static batches with CUDA graphs must be as eager ones, from prompts to answers."""
 SAMPLER_SHARE = 0.1
@@ -533,33 +535,43 @@ def continuous_batches_in_bf16_answer_as_fp32(machine: Machine) -> str:
 
 @finding(limit_s=SET_UP_S)
 def scores_are_those_of_the_model_alone(machine: Machine) -> str:
-    """Log-probabilities of four labels equal the model's own: in fp32 to 0.001, in bf16 as close to fp32 as its own."""
+    """Log-probabilities of labels and of texts are the model's own: in fp32 to 0.001, in bf16 as close to fp32."""
     import torch
 
-    from slurmgpu.llm.interface.engine import Question
+    from slurmgpu.llm.interface.engine import Passage, Question
 
     labels, requests = (" w11", " w222", " w33", " w44"), _some(machine, shared=True)
-    ours, alone = {}, {}
+    ours, alone, of_texts, texts_alone = {}, {}, {}, {}
     for precision in ("fp32", "bf16"):
         batching = machine.pick("continuous", "static") if precision == "bf16" else "static"
         engine = _engine(machine, precision=precision, batching=batching)
         found = engine.score([Question(each.id, each.prompt, labels) for each in requests])
         ours[precision] = np.stack([each.logprobs for each in sorted(found, key=lambda each: each.id)])
         tokens = engine._loaded.tokenizer([label.strip() for label in labels], add_special_tokens=False)["input_ids"]
-        rows = []
+        read = sorted(
+            engine.likelihoods([Passage(each.id, each.prompt) for each in requests]), key=lambda each: each.id
+        )
+        rows, of_tokens = [], []
         for each in _encoded(engine, requests):
             with torch.inference_mode():
                 inputs = torch.tensor([each.tokens], device=machine.device)
-                scores = engine._loaded.model(input_ids=inputs, logits_to_keep=1).logits[0, -1].float()
-            rows.append(scores.log_softmax(-1)[[label[0] for label in tokens]].cpu().numpy())
-        alone[precision] = np.stack(rows)
+                scores = engine._loaded.model(input_ids=inputs).logits[0].float().log_softmax(-1)
+            rows.append(scores[-1, [label[0] for label in tokens]].cpu().numpy())
+            of_tokens.append(scores[:-1].gather(-1, inputs[0, 1:, None])[:, 0].cpu().numpy())
+        alone[precision], texts_alone[precision] = np.stack(rows), np.concatenate(of_tokens)
+        n_read = [len(each) for each in of_tokens]
+        of_texts[precision] = np.concatenate([each.logprobs[-n:] for each, n in zip(read, n_read, strict=True)])
     off = {name: float(abs(ours[name] - ours["fp32"]).max()) for name in ours}
     off |= {f"{name} alone": float(abs(alone[name] - ours["fp32"]).max()) for name in alone}
     same = float((ours["bf16"].argmax(1) == ours["fp32"].argmax(1)).mean())
     figures = f"fp32 is off by {off['fp32 alone']:.1e}, bf16 by {off['bf16']:.3f}, the model's own bf16 by "
     figures += f"{off['bf16 alone']:.3f}; {same:.2f} of the best labels are the same"
     good = off["fp32 alone"] <= 1e-3 and off["bf16"] <= max(0.1, OF_PLAIN * off["bf16 alone"])
-    return hold(good, figures)
+    exact = texts_alone["fp32"]
+    of_fp32, of_bf16, own = (float(abs(each - exact).max()) for each in (*of_texts.values(), texts_alone["bf16"]))
+    figures += f"; of {len(exact):,} tokens of texts fp32 is off by {of_fp32:.1e}, bf16 by {of_bf16:.3f}, the model's "
+    figures += f"own bf16 by {own:.3f}"
+    return hold(good and of_fp32 <= 1e-3 and of_bf16 <= max(0.1, OF_PLAIN * own), figures)
 
 
 @finding(limit_s=SET_UP_S + 15)
@@ -584,6 +596,45 @@ def samples_do_not_depend_on_the_batch(machine: Machine) -> str:
         shares[precision] = sum(found[0][i] == found[1][i] for i in found[0]) / len(requests)
     figures = f"{shares['fp32']:.0%} of {len(requests)} samples are equal in fp32, {shares['bf16']:.0%} in bf16"
     return hold(shares["fp32"] == 1.0, figures)
+
+
+@finding(limit_s=SET_UP_S)
+def a_batch_that_is_out_of_memory_is_halved(machine: Machine) -> str:
+    """A batch of prompts that runs out of the GPU's memory is made smaller until it fits; in fp32 no token changes."""
+    machine.needs_gpu()
+    import torch
+
+    from slurmgpu.llm.interface.batching import Budget
+    from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
+    from slurmgpu.llm.transformers_engine.static import StaticBatches
+    from slurmgpu.util.out_of_memory import free_memory
+
+    engine, found = _engine(machine, precision="fp32", batching="static"), []
+    encoded = _encoded(engine, _some(machine, n_tokens=4)[:8])
+    config = engine._loaded.model.config
+    # What reading all of them takes: the cache, and three inputs or outputs of a layer's products.
+    n_tokens = len(encoded) * max(len(each.tokens) for each in encoded)
+    needed = n_tokens * (engine._loaded.kv_bytes + 3 * 4 * config.intermediate_size)
+    budget = Budget(65_536, _place(machine))
+    eager = DecodingChoice(engine._loaded, _options(_model(machine)), _place(machine), engine._prefill, budget)
+    batches = StaticBatches(engine._static._chooser, budget, engine._prefill, eager)
+    try:
+        for left in (None, OF_NEEDED * needed):
+            engine._prefill.forget()
+            free_memory()
+            if left is not None:
+                total = torch.cuda.get_device_properties(machine.device).total_memory
+                share = (torch.cuda.memory_reserved(machine.device) + left) / total
+                torch.cuda.set_per_process_memory_fraction(share, machine.device)
+            found.append({each.encoded.request.id: each.tokens for each in batches.generate(encoded)})
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, machine.device)
+    same = sum(found[0][i] == found[1][i] for i in found[0])
+    figures = (
+        f"{same} of {len(found[0])} answers are the same with {OF_NEEDED:.0%} of {needed / 1e6:,.0f} MB: the batch "
+    )
+    figures += f"has {budget.tokens:,} tokens instead of {n_tokens:,}"
+    return hold(same == len(encoded) and budget.tokens < n_tokens, figures)
 
 
 @finding(limit_s=SET_UP_S + 15)
@@ -762,8 +813,9 @@ def paths_and_their_scorer_share_a_card_as_placement_foretells(machine: Machine)
 
 @finding(limit_s=150)
 def a_model_that_all_gpus_share_answers_as_on_one(machine: Machine) -> str:
-    """A run with a tensor-parallel model over NCCL (on a CPU, gloo) answers in fp32 as one GPU does."""
+    """A model that is split over GPUs by NCCL (on a CPU, gloo), or spread by layers, answers in fp32 as on one GPU."""
     import slurmgpu
+    from slurmgpu.llm.transformers_engine.engine import TransformersEngine
     from slurmgpu.llm.transformers_engine.selfcheck import TOLERANCE
     from slurmgpu.report.report_file import last_report
     from slurmgpu.results import Merged
@@ -803,7 +855,17 @@ def a_model_that_all_gpus_share_answers_as_on_one(machine: Machine) -> str:
     answers = [replace(expected[i], tokens=tuple(tokens)) for i, tokens in enumerate(found)]
     missed = max(_miss(reference, each, each.tokens) for each in answers)
     figures = f"{n} processes: {same} of {len(found)} answers are equal; tokens miss the best score by {missed:.1e}"
-    return hold(missed <= TOLERANCE["fp32"], figures)
+    hold(missed <= TOLERANCE["fp32"], figures)
+    if machine.on_gpu:
+        place = replace(_place(machine), gpus=n)
+        spread = TransformersEngine(_options(folder, **settings), place)
+        answers = _static(spread, _encoded(spread, requests))
+        spread.close()
+        missed = max(_miss(reference, each, each.tokens) for each in answers)
+        n_parts = len(set(spread._loaded.model.hf_device_map.values()))
+        figures += f"; by {missed:.1e} with its layers on {n_parts} GPUs, in one process"
+        hold(missed <= TOLERANCE["fp32"] and n_parts == n, figures)
+    return figures
 
 
 @finding(limit_s=SET_UP_S)
@@ -908,3 +970,62 @@ def compiled_steps_pass_their_self_check(machine: Machine) -> str:
     said = reason or ("compiled" if machine.on_gpu else "nothing is compiled on a CPU")
     good = verdict.reason is None and (reason is None or reason.startswith("they are not faster"))
     return hold(good, f"{said}; {verdict.reason or verdict}")
+
+
+@finding()
+def failed_captures_leave_cuda_as_it_was(machine: Machine) -> str:
+    """A step that cannot be a CUDA graph raises its own error, frees its memory, and the next capture works."""
+    machine.needs_gpu()
+    import torch
+
+    from slurmgpu.llm.transformers_engine.cuda_graphs import GraphRunner
+    from slurmgpu.llm.transformers_engine.slots import Forward, Frame
+    from slurmgpu.util.out_of_memory import free_memory
+
+    device = torch.device(machine.device)
+    table, ids = torch.randn(16, 16, device=device), torch.arange(2, device=device)[:, None]
+    frame = Frame((2, 1), ids, ids, ids, ids[:, 0], ids[:, 0], torch.zeros(2, 16, device=device), None)
+
+    def step(ids: torch.Tensor, *_: object) -> torch.Tensor:
+        return table[ids] * 2
+
+    def waits(*inputs: Any) -> torch.Tensor:
+        float(table.sum())
+        return step(*inputs)
+
+    def raises(*inputs: Any) -> torch.Tensor:
+        held = torch.zeros(machine.pick(BLOCK_BYTES, 8), dtype=torch.uint8, device=device)
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"{len(held)} bytes are not captured")
+        return step(*inputs)
+
+    def is_rejected(*inputs: Any) -> torch.Tensor:
+        held = torch.zeros(machine.pick(BLOCK_BYTES, 8), dtype=torch.uint8, device=device)
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(device)  # CUDA then rejects the whole graph
+        return step(*inputs) + held[0]
+
+    def run(forward: Forward) -> torch.Tensor:
+        runner = GraphRunner(device, 1e-6, 1e-6)
+        for _ in range(2):  # a capture, and a replay
+            runner.run(frame, forward)
+        return frame.logits.clone()
+
+    run(step)
+    free_memory()
+    before, here, said = _free(machine), torch.cuda.current_stream(device), []
+    wrong = [(waits, "synchronises with the GPU"), (raises, "are not captured"), (is_rejected, "capturing")]
+    for forward, words in wrong:
+        try:
+            run(forward)
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error).partition("\n")[0][:100])
+            hold(words in str(error), f"{forward.__name__}: {error}")
+        else:
+            raise NotHeld(f"{forward.__name__}: was captured")
+    found = run(step)
+    free_memory()
+    lost = before - _free(machine)
+    figures = f"{'; '.join(said)}; {lost / 1e6:,.0f} MB are not free again"
+    is_same = bool((found == step(ids)[:, -1]).all()) and torch.cuda.current_stream(device) == here
+    return hold(is_same and lost < BLOCK_BYTES / 2, figures)

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from torch import distributed, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from slurmgpu.training.loop import Training
-from slurmgpu.training.outcome import Outcome
 from slurmgpu.training.ranks import Place
-from slurmgpu.training.settings import TrainingSettings
+from slurmgpu.training.settings import StrategyName, TrainingSettings
+from slurmgpu.workload import Row, TaskContext
+from slurmgpu.workloads.train import process
 from tests.benchmarks import train_arms
 
 N_STEPS, KILLED_AT = 16, 9
+STRATEGIES: tuple[StrategyName, ...] = ("ddp", "fsdp")
 
 
 class Sentences(train_arms.Net):
@@ -138,6 +141,18 @@ class Unusual(Toy):
         return {"right": (model(batch[0]).argmax(1) == batch[1]).float().cpu()}
 
 
+class Weighed(Unusual):
+    """Batches that count for more or less."""
+
+    def model(self) -> nn.Module:
+        """1,300 parameters, and running statistics."""
+        return nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+
+    def weight(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """From 1 to 10."""
+        return 1.0 + float(batch[1][0])
+
+
 class Words(train_arms.Net):
     """A small transformer with dropout and an embedding, whose gradient is summed in no fixed order."""
 
@@ -166,8 +181,8 @@ class Words(train_arms.Net):
         return super().loss(model, batch)
 
 
-def train_words(folder: Path, device: str, net: Words, *, deterministic: bool) -> Outcome:
-    """Train to the end, from the last checkpoint if there is one; the weights are in the folder's last.pt."""
+def train_words(folder: Path, device: str, net: Words, *, deterministic: bool) -> Row:
+    """The workload's row: trained to the end, from the last checkpoint if there is one; the weights are in last.pt."""
     settings = TrainingSettings(
         steps=N_STEPS,
         batch_size=net.batch_size,
@@ -176,7 +191,7 @@ def train_words(folder: Path, device: str, net: Words, *, deterministic: bool) -
         deterministic=deterministic,
         checkpoint_s=0.0,
     )
-    return Training(net, settings, Place(device), folder).run()
+    return process.row(lambda: net, settings, TaskContext(device, int(device != "cpu"), folder), folder, {})
 
 
 def train_until_killed(folder: Path, device: str, width: int, deterministic: bool) -> None:
@@ -201,8 +216,13 @@ def join_group(kind: str, rank: int, world_size: int, folder: Path) -> None:
     seconds = time.perf_counter() - start
     settings = TrainingSettings(steps=4, global_batch_size=16, batch_size=16 // world_size, seed=0)
     place = Place(device, rank, world_size, rank)
-    outcome = Training(Toy(), settings, place, folder).run()
+    losses = []
+    for strategy in STRATEGIES[: 1 if world_size == 1 else None]:  # one process has neither
+        own = folder / strategy
+        own.mkdir(exist_ok=True)
+        outcome = Training(Toy(), replace(settings, strategy=strategy), place, own).run()
+        losses.append(outcome.final["train_loss"])
     if rank == 0:
-        found = {"is_right": is_right, "bytes_s": numbers.nbytes / seconds, "loss": outcome.final["train_loss"]}
+        found = {"is_right": is_right, "bytes_s": numbers.nbytes / seconds, "losses": losses}
         (folder / "group.json").write_text(json.dumps(found))
     distributed.destroy_process_group()

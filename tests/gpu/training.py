@@ -11,6 +11,7 @@ import signal
 import socket
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ WIDTH, TOY_WIDTH = 256, 16
 FASTER = 3.0
 """How many times as fast compiled bf16 must be as eager fp32."""
 OF_PRODUCTS = 0.6
+EVENTS = 0.7, 1.05
+"""Bounds of the time of steps by the GPU's events, as a share of the clock's, where the GPU takes long for a step."""
 OVER_BARE = 1.03
 MFU = 0.3
 """The least model FLOPs utilisation, as a share of the measured peak."""
@@ -103,8 +106,10 @@ def bf16_and_compilation_are_faster(machine: Machine) -> str:
     figures += f"first losses {losses[1]:.4f} and {losses[0]:.4f}"
     if machine.on_gpu:
         of_products = _products(machine, torch.bfloat16) / _products(machine, torch.float32)
-        figures += f"; products {of_products:.1f} times"
-        hold(ratio >= min(FASTER, OF_PRODUCTS * of_products), figures)
+        measured = plain.data_s + plain.compute_s
+        share = measured * plain.samples_per_s / (plain.samples - plain.samples / plain.steps)
+        figures += f"; products {of_products:.1f} times; by the GPU's events, steps take {share:.0%} of the time"
+        hold(ratio >= min(FASTER, OF_PRODUCTS * of_products) and EVENTS[0] <= share <= EVENTS[1], figures)
     return hold(math.isclose(*losses, rel_tol=0.05), figures)
 
 
@@ -189,9 +194,10 @@ def the_batch_that_fits_is_found(machine: Machine) -> str:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, machine.device)
     said = "does not fit" if too_large else "fits too"
-    return hold(
-        too_large, f"a batch of {found}, peak {outcome.peak_memory_bytes / 1e9:.1f} GB; one of {2 * found} {said}"
-    )
+    # Parameters, gradients and two moments are in fp32.
+    least, most = 16 * outcome.n_parameters, 0.2 * torch.cuda.get_device_properties(machine.device).total_memory
+    good = too_large and least <= outcome.peak_memory_bytes <= most
+    return hold(good, f"a batch of {found}, peak {outcome.peak_memory_bytes / 1e9:.1f} GB; one of {2 * found} {said}")
 
 
 @shared
@@ -208,8 +214,8 @@ def _killed(machine: Machine) -> dict[bool, Path]:
     return folders
 
 
-def _kill_and_resume(machine: Machine, *, deterministic: bool) -> tuple[list[str], float]:
-    """The weights that differ after a kill and a resume, and the relative difference of the losses."""
+def _kill_and_resume(machine: Machine, *, deterministic: bool) -> tuple[list[str], float, float]:
+    """The weights that differ after a kill and a resume, the relative difference of the losses, and the joules."""
     import torch
 
     from slurmgpu.training.loop import LAST
@@ -218,32 +224,47 @@ def _kill_and_resume(machine: Machine, *, deterministic: bool) -> tuple[list[str
     whole, killed = machine.folder / f"whole-{deterministic}", _killed(machine)[deterministic]
     whole.mkdir()
     net = functools.partial(Words, width=machine.pick(WIDTH, TOY_WIDTH))
-    outcomes = [train_words(folder, machine.device, net(), deterministic=deterministic) for folder in (whole, killed)]
-    assert [outcome.resumed for outcome in outcomes] == [0, 1]
+    rows = [train_words(folder, machine.device, net(), deterministic=deterministic) for folder in (whole, killed)]
+    assert [row["resumed"] for row in rows] == [0, 1]
     one, other = (torch.load(folder / LAST, weights_only=True) for folder in (whole, killed))
-    losses = [outcome.final["train_loss"] for outcome in outcomes]
-    return [name for name in one if not torch.equal(one[name], other[name])], abs(losses[1] / losses[0] - 1)
+    losses = [row["final"]["train_loss"] for row in rows]
+    differ = [name for name in one if not torch.equal(one[name], other[name])]
+    return differ, abs(losses[1] / losses[0] - 1), rows[0]["energy_j"]
 
 
 @finding(limit_s=40)
 def a_kill_changes_little_without_deterministic_kernels(machine: Machine) -> str:
-    """Without `deterministic`, the loss after a kill and a resume is the same to 1 %; differing weights are listed."""
-    differ, off = _kill_and_resume(machine, deterministic=False)
+    """Without `deterministic`, the loss after a kill and a resume is the same to 1 %; the energy is known."""
+    differ, off, energy_j = _kill_and_resume(machine, deterministic=False)
     said = f"{len(differ)} tensors differ{': ' if differ else ''}{', '.join(differ)}; the loss differs by {off:.1e}"
-    return hold(off < 0.01, said)
+    said += f"; {energy_j:.0f} J"
+    return hold(off < 0.01 and (energy_j > 0) == (machine.on_gpu and _tells_energy()), said)
+
+
+def _tells_energy() -> bool:
+    """Whether NVML knows the energy of the first GPU: not of a MIG instance."""
+    from slurmgpu.util.gpus import visible_ids
+    from slurmgpu.util.nvml import open_cards
+
+    cards = open_cards(visible_ids())
+    try:
+        return cards is not None and cards.cards[0].read().energy_j is not None
+    finally:
+        if cards is not None:
+            cards.close()
 
 
 # After the non-deterministic one: a process reads CUBLAS_WORKSPACE_CONFIG at its first matrix product.
 @finding(limit_s=40)
 def a_kill_changes_no_bit_of_deterministic_kernels(machine: Machine) -> str:
     """With `deterministic`, a training that is killed and resumed ends with the same weights, bit for bit."""
-    differ, _ = _kill_and_resume(machine, deterministic=True)
+    differ, *_ = _kill_and_resume(machine, deterministic=True)
     return hold(not differ, f"{len(differ)} tensors differ{': ' if differ else ''}{', '.join(differ)}")
 
 
 @finding(limit_s=40)
 def a_group_of_all_gpus_sums_and_trains(machine: Machine) -> str:
-    """All-reduce over all GPUs by NCCL (on CPUs, two processes by gloo) is correct; training reaches one GPU's loss."""
+    """All-reduce over all GPUs by NCCL (on CPUs, two processes by gloo) is correct; DDP and FSDP have one's loss."""
     from slurmgpu.training.loop import Training
     from slurmgpu.training.settings import TrainingSettings
     from tests.gpu.nets import Toy, join_group
@@ -263,9 +284,11 @@ def a_group_of_all_gpus_sums_and_trains(machine: Machine) -> str:
     found = json.loads((together / "group.json").read_text())
     settings = TrainingSettings(steps=4, batch_size=16, seed=0)
     loss = Training(Toy(), settings, _place(machine), alone).run().final["train_loss"]
-    figures = f"{n_ranks} ranks, {kind}: all-reduce at {found['bytes_s'] / 1e9:.1f} GB/s, loss {found['loss']:.6f}; "
+    losses = ", ".join(f"{each:.6f}" for each in found["losses"])
+    figures = f"{n_ranks} ranks, {kind}: all-reduce at {found['bytes_s'] / 1e9:.1f} GB/s, losses {losses}; "
     figures += f"one process has {loss:.6f}"
-    return hold(found["is_right"] and math.isclose(found["loss"], loss, rel_tol=1e-4), figures)
+    is_close = all(math.isclose(each, loss, rel_tol=1e-4) for each in found["losses"])
+    return hold(found["is_right"] and is_close, figures)
 
 
 @finding()
@@ -311,6 +334,30 @@ def unusual_models_train_and_go_on(machine: Machine) -> str:
     figures = f"losses {first.curve[0]:.3f} to {first.curve[-1]:.3f}, {first.final['val_right']:.1%} right"
     is_same = (second.resumed, second.final) == (1, first.final)
     return hold(is_same and first.curve[-1] < first.curve[0], figures)
+
+
+@finding()
+def fp16_trains_as_the_cpu_does_in_fp32(machine: Machine) -> str:
+    """In fp16, with scaled losses, clipping, accumulation and weights, losses are the CPU's in fp32 to 5 %."""
+    from slurmgpu.training.loop import Training
+    from slurmgpu.training.ranks import Place
+    from slurmgpu.training.settings import TrainingSettings
+    from tests.gpu.nets import Weighed
+
+    settings = TrainingSettings(
+        epochs=4, batch_size=8, accumulation=2, clip=0.5, seed=0, optimizer="sgd", lr=0.3, checkpoint_s=0.0
+    )
+    ways = [(Place("cpu"), settings), *[(_place(machine), replace(settings, precision="fp16"))] * 2]
+    found = []
+    for number, (place, chosen) in enumerate(ways):
+        folder = machine.folder / f"fp16-{min(number, 1)}"
+        folder.mkdir(exist_ok=True)
+        found.append(Training(Weighed(), chosen, place, folder).run())
+    exact, ours, again = found
+    off = max(abs(mine / theirs - 1) for mine, theirs in zip(ours.curve, exact.curve, strict=True))
+    figures = f"losses {ours.curve[0]:.3f} to {ours.curve[-1]:.3f}, off by {off:.1e}"
+    good = 1e-7 <= off <= 0.05 and ours.curve[-1] < ours.curve[0] and (again.resumed, again.final) == (1, ours.final)
+    return hold(good, figures)
 
 
 @finding(limit_s=40)
