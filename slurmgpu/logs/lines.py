@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from slurmgpu.logs.files import LogFile
-from slurmgpu.logs.places import DAY_S, LINE_BYTES, behind_hole
+from slurmgpu.logs.places import DAY_S, raw_lines
 from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
 from slurmgpu.util.ansi import ESCAPES
 from slurmgpu.util.shared_files import open_file
@@ -76,16 +76,12 @@ def read_lines(
             time = since
             if start:
                 time = _time_before(stream, start, clock) or since
-            stream.seek(start)
             is_new = True
-            while (stop is None or start < stop) and (raw := stream.readline(LINE_BYTES)):
+            for offset, raw in raw_lines(stream, start, stop):
                 told = clock.read(raw) if is_new else None
                 time = time if told is None else told
-                yield Line(time, text_of(raw), file, start, start + len(raw), told is not None)
+                yield Line(time, text_of(raw), file, offset, offset + len(raw), told is not None)
                 is_new = raw.endswith(b"\n")
-                begin, start = start + len(raw), behind_hole(stream, raw, start + len(raw))
-                if start != begin:
-                    stream.seek(start)
     except OSError as error:
         log.debug("%s cannot be read: %s", file.path, error)
 

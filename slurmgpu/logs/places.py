@@ -231,18 +231,28 @@ def matches_of(path: Path, pattern: re.Pattern[bytes], start: int, stop: int) ->
                     yield begin + match.start(), match
 
 
-def behind_hole(stream: BinaryIO, raw: bytes, offset: int) -> int:
-    """The offset to continue at after `raw`, which ended at `offset`: after zeros, at the file's next data.
+def raw_lines(stream: BinaryIO, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their offsets, from `start` to `stop`; long ones in pieces of LINE_BYTES.
 
-    A file that was extended by accident would be read for hours.
+    After a piece of zeros it continues at the file's next data: a file that was extended by accident would be read for
+    hours.
     """
-    if len(raw) < LINE_BYTES or raw.strip(b"\0"):
-        return offset
+    stream.seek(start)
+    while (stop is None or start < stop) and (raw := stream.readline(LINE_BYTES)):
+        yield start, raw
+        start += len(raw)
+        if len(raw) == LINE_BYTES and not raw.strip(b"\0"):
+            start = _seek_data(stream, start)
+
+
+def _seek_data(stream: BinaryIO, offset: int) -> int:
+    """Move to the file's next data, or to its end; returns the new position."""
     try:
-        return max(offset, os.lseek(stream.fileno(), offset, os.SEEK_DATA))
+        # By the stream: after os.lseek it would read what its buffer holds once more.
+        return stream.seek(offset, os.SEEK_DATA)
     except OSError as error:
         # ENXIO: no more data; else the file system does not support SEEK_DATA.
-        return os.fstat(stream.fileno()).st_size if error.errno == errno.ENXIO else offset
+        return stream.seek(0, os.SEEK_END) if error.errno == errno.ENXIO else offset
 
 
 def line_around(path: Path, offset: int) -> tuple[int, bytes]:

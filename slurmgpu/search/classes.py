@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs.files import LogFile, files_of
-from slurmgpu.logs.places import LINE_BYTES, behind_hole
+from slurmgpu.logs.places import raw_lines
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.search.cached_run import CachedRun, cached
@@ -118,24 +118,26 @@ def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
     }
     if logged := POLICIES[name].logged.encode():
         patterns[rb"slurmgpu\.[a-z_.]+: ()(" + re.escape(logged) + rb".*)"] = "batch"
-    word = logged or name.encode()
-    offset, number = 0, 1
+    words = {logged or name.encode(), name.encode()}
+    number = 1
     try:
         with open_file(file.path) as stream:
-            while raw := stream.readline(LINE_BYTES):
-                if word in raw or name.encode() in raw:
-                    for pattern, what in patterns.items():
-                        if match := re.search(pattern, raw):
-                            item = int(match[1]) if match[1] else None
-                            message = re.sub(TRACEBACK_ELSEWHERE, "", match[2].decode(errors="replace").strip())
-                            yield Event(what.format(item), attempt, message, file, offset, number, item)
-                            break
-                end, number = offset + len(raw), number + raw.endswith(b"\n")
-                offset = behind_hole(stream, raw, end)
-                if offset != end:
-                    stream.seek(offset)
+            for offset, raw in raw_lines(stream):
+                found = _first_match(patterns, raw) if any(word in raw for word in words) else None
+                if found is not None:
+                    what, match = found
+                    item = int(match[1]) if match[1] else None
+                    message = re.sub(TRACEBACK_ELSEWHERE, "", match[2].decode(errors="replace").strip())
+                    yield Event(what.format(item), attempt, message, file, offset, number, item)
+                number += raw.endswith(b"\n")
     except OSError as error:
         log.debug("%s cannot be read: %s", file.path, error)
+
+
+def _first_match(patterns: Mapping[bytes, str], raw: bytes) -> tuple[str, re.Match[bytes]] | None:
+    """What the first pattern that matches stands for, and its match."""
+    matches = ((what, re.search(pattern, raw)) for pattern, what in patterns.items())
+    return next(((what, match) for what, match in matches if match), None)
 
 
 def _only_in_report(run: CachedRun, name: str, told: set[int | None]) -> Iterator[Event]:

@@ -19,7 +19,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import registry
 from slurmgpu.logs.files import LogFile
 from slurmgpu.logs.lines import merged, read_lines, without_colours
-from slurmgpu.logs.places import last_end, line_number, search_until, tail_start, time_start
+from slurmgpu.logs.places import LINE_BYTES, last_end, line_number, search_until, tail_start, time_start
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.report_file import read_report, report_path
 from slurmgpu.run.claims import Claim
@@ -746,6 +746,18 @@ def test_times_without_an_offset_are_those_of_the_zone_that_the_file_says(tmp_pa
 def test_a_line_is_what_a_terminal_would_show_in_the_end_and_moves_no_cursor(tmp_path, raw, shown):
     (tmp_path / "log").write_bytes(raw)
     assert [line.text for line in read_lines(LogFile(tmp_path / "log", "worker"))] == [shown]
+
+
+@pytest.mark.parametrize("are_written", [True, False])
+def test_lines_after_zeros_are_read_once(tmp_path, are_written):
+    path, lines = tmp_path / "log", [f"line {number}" for number in range(4000)]
+    with open(path, "wb") as file:
+        file.write(b"first\n" + (b"\0" * (LINE_BYTES + 100) if are_written else b""))
+        file.seek(0 if are_written else 5 * LINE_BYTES, os.SEEK_END)
+        file.write(b"\n" + "".join(f"{line}\n" for line in lines).encode())
+    found = [line.text for line in read_lines(LogFile(path, "worker"))]
+    assert (found[0], found[-len(lines) :]) == ("first", lines)
+    assert found.count("line 0") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"a\nb\n", b"\n\n\n", b"x" * 200_000 + b"\nlast\n"])
