@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import typer
@@ -92,14 +92,19 @@ def complete_executor(incomplete: str) -> list[str]:
 
 def _are_offered(group: bytes) -> bool:
     """Whether a package other than slurmgpu has such entry points; quicker than importlib.metadata."""
+    return any(group in told for told in _entry_points())
+
+
+def _entry_points() -> Iterator[bytes]:
+    """The files of entry points of the installed packages other than slurmgpu."""
     for folder in sys.path:
+        names: list[str] = []
         with contextlib.suppress(OSError):
-            for name in os.listdir(folder or "."):
-                if name.endswith((".dist-info", ".egg-info")) and not name.startswith("slurmgpu-"):
-                    with contextlib.suppress(OSError):
-                        if group in Path(folder, name, "entry_points.txt").read_bytes():
-                            return True
-    return False
+            names = os.listdir(folder or ".")
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")) and not name.startswith("slurmgpu-"):
+                with contextlib.suppress(OSError):
+                    yield Path(folder, name, "entry_points.txt").read_bytes()
 
 
 def complete_class(incomplete: str) -> list[str]:

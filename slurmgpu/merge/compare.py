@@ -139,22 +139,34 @@ def compare(
         found.dtypes = {name: (one.columns[name].dtype, other.columns[name].dtype) for name in names if name != "error"}
         pairs = _by_index(one, other) if key is None else _by_key(found, one, other, key)
         for name_of_pair, row, its in pairs:
-            for side, each, partner in ((found.a, row, its), (found.b, its, row)):
-                if each is not None:
-                    side.n_rows += 1
-                    side.n_failed += each.error is not None
-                    side.n_only += partner is None
-                    if partner is None and len(side.only) < n_examples:
-                        side.only.append(each.index)
+            _count(found.a, row, its, n_examples)
+            _count(found.b, its, row, n_examples)
             if row is not None and its is not None:
                 _compare_rows(found, names, name_of_pair, row, its, n_examples)
-        for side, source in ((found.a, one), (found.b, other)):
-            if isinstance(source, RunRows):
-                side.n_missing = source.run.plan.n_items - side.n_rows
-                side.damaged = list(dict.fromkeys(source.problems))
-                report = read_report(source.run)
-                side.summary = report["summary"] if report else None
+        _describe(found.a, one)
+        _describe(found.b, other)
     return found
+
+
+def _count(side: Side, row: Row | None, partner: Row | None, n_examples: int) -> None:
+    """Count a row of one side, which the other has as `partner`."""
+    if row is None:
+        return
+    side.n_rows += 1
+    side.n_failed += row.error is not None
+    if partner is None:
+        side.n_only += 1
+        if len(side.only) < n_examples:
+            side.only.append(row.index)
+
+
+def _describe(side: Side, source: Source) -> None:
+    """Note what a side lacks, once its rows are counted, and its summary, if it is a run."""
+    if isinstance(source, RunRows):
+        side.n_missing = source.run.plan.n_items - side.n_rows
+        side.damaged = list(dict.fromkeys(source.problems))
+        report = read_report(source.run)
+        side.summary = report["summary"] if report else None
 
 
 @contextlib.contextmanager

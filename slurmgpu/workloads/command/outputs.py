@@ -170,29 +170,30 @@ def read_output(
     fields = {name for item in given.values() for name in item}
     passed = {"", *([] if match is None else [match.field])} if given or match is not None else set()
     name_field = "index" if match is None else match.field
+
+    def is_result(name: str, value: Any, item: Values) -> bool:
+        if name in columns:
+            return True
+        return not (name in passed or (name in fields and is_written_back(name, value, item.get(name))))
+
     try:
-        if path.is_file():
-            reads = _READERS[form](path)
-            for number, read in enumerate(reads, 1):
-                where = f"{_UNITS[form]} {number} of {{out}}"
-                row = _typed(read, columns) if form == "csv" else read
-                if read.get(name_field) is None and not is_one:
-                    said = f"{where} has no {name_field}. {_how_to_match(row, fields)}"
-                    if match is not None:
-                        said = f"{where} has no {name_field!r}, which match needs to find its item"
-                    others = list(reads) if number == 1 else []
-                    is_of_all = bool(others) and all(other.get(name_field) is None for other in others)
-                    raise (WrongFormError if is_of_all else OutputError)(said)
-                if match is not None:  # compares the text as written: a column of the same name may have a type
-                    row = {**row, "index": match.index_of(read, where)}
-                index = collected.add(row, where)
-                item = given.get(index, {})
-                collected.rows[index] = {
-                    name: value
-                    for name, value in collected.rows[index].items()
-                    if name in columns
-                    or not (name in passed or (name in fields and is_written_back(name, value, item.get(name))))
-                }
+        reads = _READERS[form](path) if path.is_file() else iter(())
+        for number, read in enumerate(reads, 1):
+            where = f"{_UNITS[form]} {number} of {{out}}"
+            row = _typed(read, columns) if form == "csv" else read
+            if read.get(name_field) is None and not is_one:
+                said = f"{where} has no {name_field}. {_how_to_match(row, fields)}"
+                if match is not None:
+                    said = f"{where} has no {name_field!r}, which match needs to find its item"
+                others = list(reads) if number == 1 else []
+                is_of_all = bool(others) and all(other.get(name_field) is None for other in others)
+                raise (WrongFormError if is_of_all else OutputError)(said)
+            if match is not None:  # compares the text as written: a column of the same name may have a type
+                row = {**row, "index": match.index_of(read, where)}
+            index = collected.add(row, where)
+            kept = collected.rows[index].items()
+            item = given.get(index, {})
+            collected.rows[index] = {name: value for name, value in kept if is_result(name, value, item)}
     except PermissionError as error:
         raise OutputError(f"{{out}} cannot be read: {error.strerror}") from error
     return collected.rows
