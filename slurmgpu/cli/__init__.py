@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -65,6 +66,11 @@ def main() -> None:
             raise
         complain(advice)
         sys.exit(EXIT_BAD_USAGE)
+    finally:
+        # Imported where there may be code of the user's; else Python's last collections are a fifth of `status`.
+        imported_modules = sys.modules.get("slurmgpu.code.imported_modules")
+        if imported_modules is None or not imported_modules.has_imported():
+            gc.freeze()
 
 
 def _flushing_stdout(app: Callable[[], object]) -> None:

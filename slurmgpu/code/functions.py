@@ -29,6 +29,7 @@ from typing import Any
 
 from slurmgpu.code import pickling
 from slurmgpu.code.files_in_source import DOTTED, FilesInSource
+from slurmgpu.code.imported_modules import note_named
 from slurmgpu.code.locator import Locator, own_modules
 from slurmgpu.code.pickling import CannotPickleError
 from slurmgpu.code.value_digest import digest_of
@@ -111,6 +112,7 @@ def shown_name(function: Callable[..., Any]) -> str:
 def import_named(name: str) -> Any:
     """Import a function by its name from `pickling.name_of`. SlurmGPUError if its module no longer has it."""
     module, _, path = name.partition(":")
+    note_named(module)
     found: Any = importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -221,6 +223,7 @@ def unpack(path: Path, planned: Pickled) -> dict[str, Callable[..., Any] | None]
     if hashlib.sha256(content).hexdigest() != planned["sha256"]:
         raise SlurmGPUError(f"{path} is not the function that the run was submitted with. Map the function again.")
     file = io.BytesIO(content)
+    note_named(str(path))
     try:
         found: dict[str, Callable[..., Any] | None] = pickle.load(file)
     except ModuleNotFoundError as error:

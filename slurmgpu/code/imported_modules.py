@@ -7,6 +7,7 @@ differ from a snapshot are imported again from it. The worker imports this: stan
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -26,6 +27,8 @@ _stats: dict[str, Mapping[str, Any]] = {}
 """The time and size of source files as they were imported, since `watch_imports`."""
 _noted: dict[Path, set[str]] = {}
 """Names of the user's modules that plans imported, by the folder of the run files."""
+_named: set[str] = set()
+"""Modules, files and pickles of others that a run file or a plan names, and that this process has imported."""
 _INVALIDATING = threading.Lock()
 
 
@@ -55,9 +58,25 @@ def take_out(paths: Mapping[str, object]) -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
+def note_named(module: str) -> None:
+    """Note that a module is imported by a name that is the user's choice: it may be of an installed package."""
+    if not module.startswith("slurmgpu."):
+        _named.add(module)
+
+
 def has_imported() -> bool:
-    """Whether this process has imported code of the user's, by a plan or from a snapshot."""
-    return bool(DIGESTS)
+    """Whether this process has imported code of the user's: by a plan, from a snapshot, or from a package."""
+    return bool(DIGESTS or _named)
+
+
+def skip_last_collections() -> None:
+    """Let this process end without collections of garbage, unless it has imported code of the user's.
+
+    Python makes several as it ends: after an import of PyTorch and transformers they take 1.1 s of a processor. With
+    code of the user's they stay: what it has written to a file that it leaves open may reach the file there.
+    """
+    if not has_imported():
+        gc.freeze()
 
 
 def watch_imports() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from slurmgpu.code import importer
+from slurmgpu.code.imported_modules import note_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.loader.names import title_of
 from slurmgpu.util.exceptions import described
@@ -43,12 +44,16 @@ def load_class(full_name: str, search_path: Path) -> type:
 
 def import_named(module: str) -> ModuleType:
     """Import a module by its name, or by the path of its file, which ends in `.py`."""
-    return import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    if module.endswith(".py"):
+        return import_file(Path(module))
+    note_named(module)
+    return importlib.import_module(module)
 
 
 def import_file(path: Path) -> ModuleType:
     """Import a Python file, once for each path."""
     name = importer.name_of_file(path)
+    note_named(name)
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:

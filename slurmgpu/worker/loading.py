@@ -17,7 +17,6 @@ from slurmgpu.util import gpus
 from slurmgpu.util.early_signals import INTERRUPTS
 from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.forks import ending_forks
-from slurmgpu.util.process_wide import without_full_collections
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import check_debugger_left
@@ -48,7 +47,7 @@ def load_workload(plan: Plan, task: TaskContext) -> Adapted:
         return "workload_error" if found == "gpu_fault" and task.device == "cpu" else found
 
     try:
-        with ending_forks(), without_full_collections():
+        with ending_forks():
             workload = build(plan.workload, plan.settings, Path(plan.search_path))
             workload.load(task)
     except SlurmGPUError as error:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmgpu.code import importer
+from slurmgpu.code.imported_modules import skip_last_collections
 from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, class_of
@@ -105,6 +106,7 @@ def run_process() -> None:
         os._exit(exit_code)
     if lasting := [thread.name for thread in threading.enumerate() if not thread.daemon][1:]:  # the first is this one
         log.info("Python waits for threads that the workload started: %s", ", ".join(lasting))
+    skip_last_collections()
 
 
 if __name__ == "__mp_main__":

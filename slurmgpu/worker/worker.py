@@ -34,7 +34,7 @@ from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.logging import enable_own_loggers
-from slurmgpu.util.process_wide import working_folder
+from slurmgpu.util.process_wide import without_full_collections, working_folder
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import Failure, settle_together
@@ -115,7 +115,10 @@ class Worker:
         with working_folder(Path(plan.search_path)), ItemReader(self.run) as reader:
             started = time.monotonic()
             self.group.guard()
-            workload = load_together(self._load, self.group)
+            with without_full_collections():
+                workload = load_together(self._load, self.group)
+                if workload.prepare is not None:
+                    gc.collect()  # before it is frozen; after the block Python would do it once more
             enable_own_loggers()
             if self.assignment.inject:
                 workload = self._inject(workload)
@@ -136,7 +139,6 @@ class Worker:
                 self._look_ahead_with(computer, reader)
                 # 100,000 items make Python look for garbage among the million objects of PyTorch, for 0.2 s in which no
                 # thread starts the GPU's next work. What is loaded stays.
-                gc.collect()
                 gc.freeze()
             try:
                 self._take_compute_and_publish(computer, reader)
