@@ -80,6 +80,8 @@ class Lines(Format):
             found = replace(found, begin=begin, end=size + 1)
             records = self._first_records(io.BytesIO(head[:size]), found)
             if len(records) > 1:
+                while self.trims and len(records) > 1 and not records[-1].strip(b"\r"):
+                    records.pop()  # it may be at the end of the file
                 return self._preview_records(records, found)
             size *= 2
 

@@ -213,3 +213,16 @@ def test_scattered_items_of_a_block_are_read_from_the_file_once(tmp_path: Path) 
         for n in range(1, 640, 2):
             assert reader.read(n, n + 1) == [{"n": n}]
         assert file.read.call_count == 9  # the first of ten blocks has been read
+
+
+def test_newlines_at_the_end_of_a_compressed_file_are_no_items_wherever_they_begin(tmp_path: Path) -> None:
+    for name, before in [("items.jsonl.gz", ""), ("items.csv.gz", "name\n")]:
+        for n_missing in range(-2, 6):
+            first = before + ('{"name": "a"}' if not before else "a")
+            padded = '{"name": "%s"}' if not before else "%s"
+            n_bytes = line_formats._HEAD_BYTES + len(BOM) - n_missing - len(first) - len(padded % "") - 1
+            content = f"{first}\n{padded % ('b' * n_bytes)}" + "\r\n" * 4
+            (tmp_path / name).write_bytes(gzip.compress(content.encode(), 1))
+            spec = scan([tmp_path / name], tmp_path / "index", stride=1, room=lambda: tmp_path)
+            assert spec.n_items == 2, (name, n_missing)
+            assert len(list(named(spec.format).items(tmp_path / name))) == 2
