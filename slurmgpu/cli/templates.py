@@ -16,7 +16,7 @@ from slurmgpu.cli.console import result
 from slurmgpu.containers.runtime import DEFAULT_RUNTIME, runtime_named
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.loader.build import template_of, translator_of
-from slurmgpu.plan.site_file import read_site, site_path
+from slurmgpu.plan.site_file import group_path, read_site, site_path
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.survey import Survey, survey
 from slurmgpu.util.atomic_files import write_new
@@ -95,7 +95,7 @@ class {name}:
 EXAMPLES = [{"text": "a cat sleeps"}, {"text": "the bank lends money to farmers"}, {"text": "hello"}]
 
 SITE_TEMPLATE = """\
-# The site file: defaults for all of your runs on this cluster.
+# The site file: defaults for {whose} on this cluster.
 # Run files override it, and command-line options override both.
 # Written by `slurmgpu init --site` from Slurm's answers on the cluster {cluster}.
 
@@ -225,26 +225,32 @@ def write_site_file(path: Path | None) -> Path:
     exists = SlurmGPUError(f"{path} exists; edit it, or write a new proposal elsewhere with -o FILE.")
     if os.path.lexists(path):
         raise exists
-    text = site_file_template(survey())
+    is_group = path.resolve() == group_path().resolve()
+    text = site_file_template(survey(), is_group=is_group)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not write_new(path, text.encode()):  # somebody wrote it since the check
         raise exists
     return path
 
 
-def site_file_template(found: Survey) -> str:
-    """A commented site file: proposed values, with the alternatives in comments."""
+def site_file_template(found: Survey, *, is_group: bool) -> str:
+    """A commented site file: proposed values, with the alternatives in comments.
+
+    A group's has no account: it would be the one of whoever wrote it, and override SBATCH_ACCOUNT of all others.
+    """
     with_gpus = [(p.name, p.described) for p in found.gpu_partitions]
     without = [(p.name, p.described) for p in found.partitions if not p.gpus]
-    account = [(name, "the default one" if n == 0 else "") for n, name in enumerate(found.accounts)]
+    mine = "your default one" if is_group else "the default one"
+    account = [(name, mine if n == 0 else "") for n, name in enumerate(found.accounts)]
     # No GPU type is proposed: a run that takes any type starts sooner.
     types = _choices("gpu_type", [(name, "") for name in found.gpu_types], n_taken=0)
-    slurm = _choices("partition", with_gpus) + _choices("account", account)
+    slurm = _choices("partition", with_gpus) + _choices("account", account, n_taken=0 if is_group else 1)
     slurm += _choices("qos", [(name, "") for name in found.qos], n_taken=0)
     slurm += (
         '# time = "04:00:00"\n# setup = ["module load ' + DEFAULT_RUNTIME + "\"]   # what a job's script runs first\n"
     )
     return SITE_TEMPLATE.format(
+        whose="the runs of all who share this Python environment," if is_group else "all of your runs",
         cluster=found.cluster,
         slurm=slurm if with_gpus else f"# No partition has GPUs.\n{slurm}",
         merge=_choices("partition", without) or "# partition, account, qos and reservation are those of [slurm]\n",

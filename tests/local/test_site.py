@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu.cli import templates
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.run_file import parse_slurm_options, parse_table
@@ -20,6 +21,7 @@ from slurmgpu.plan.site_file import (
     read_site,
     substitutions,
 )
+from slurmgpu.slurm.survey import Partition, Survey
 from tests.support.runs import published
 
 
@@ -228,6 +230,17 @@ def test_init_site_writes_what_slurm_says_and_never_overwrites(cluster, slurmgpu
     assert path.read_text() == text
     uncommented = "\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines()[3:])
     assert parse_table(SiteFile, _last_of_each_key(uncommented), "all that it proposes")
+
+
+@pytest.mark.parametrize(("place", "shown"), [("env/etc/slurmgpu", "# account = "), ("elsewhere", "account = ")])
+def test_a_groups_site_file_proposes_no_account_for_all(tmp_path, monkeypatch, place, shown):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    partition = Partition("gpu", is_default=True, time_limit="2:00:00", n_nodes=2, gpus={"a100": 4})
+    found = Survey("main", [partition], accounts=["admins"], qos=[], scratch="/tmp")
+    monkeypatch.setattr(templates, "survey", lambda: found)
+    text = templates.write_site_file(tmp_path / place / "site.toml").read_text()
+    assert next(line for line in text.splitlines() if "admins" in line).startswith(f'{shown}"admins"')
+    assert ("who share this Python environment" in text.splitlines()[0]) == (place != "elsewhere")
 
 
 def _last_of_each_key(text):
