@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
@@ -32,6 +31,7 @@ from slurmgpu.task.leases import Leases
 from slurmgpu.task.nodes import NodeFaultError, OtherNodes
 from slurmgpu.task.spare_worker import SpareWorker
 from slurmgpu.task.telemetry import sampler_of
+from slurmgpu.task.walltime import Walltime
 from slurmgpu.task.worker_process import (
     EXIT_STOPPED,
     GRACE_S,
@@ -55,8 +55,6 @@ from slurmgpu.worker.shard_claimer import Claimer
 
 log = logging.getLogger(__name__)
 
-NOTICE_S = 120
-"""A signal this close to the end of the walltime is its notice; Slurm may send it 60 s early (sbatch(1))."""
 EXIT_S = 120.0
 """How long a worker may take to end after its work: something that it started may be uploading, or hang."""
 GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
@@ -80,16 +78,14 @@ class Task:
     ) -> None:
         self.run = run = run.computing(attempt.submission)
         self.attempt = attempt
-        self._later_end = end_time  # in case Slurm did not know it yet when the attempt began
-        self._end: float | None = None
+        self._walltime = Walltime(attempt.end_time, end_time)
         self._launcher, self._spare = Launcher(run, attempt), spare
         self._worker_pid: int | None = None
         self._sampler = sampler_of(run, attempt, lambda: self._worker_pid)
         self.writer = AttemptWriter(run, attempt, self._sampler.usage)
         self.record = self.writer.record
         self._metrics = MetricWriter(run.folder, attempt)
-        if attempt.end_time is not None:
-            self._end_at(attempt.end_time)
+        self.record["end_time"] = attempt.end_time
         self._leases = Leases(run, attempt, self.record["node"])
         self._deaths = Deaths(run, attempt.submission)
         self._kills = cgroups.KillWatch()
@@ -284,22 +280,15 @@ class Task:
 
     def _learn_end(self) -> float | None:
         """When the walltime ends, if that was not known before."""
-        if self.attempt.end_time is not None or (end_time := self._later_end()) is None:
-            return None
-        self._end_at(end_time)
+        if (end_time := self._walltime.learn()) is not None:
+            self.record["end_time"] = end_time
         return end_time
-
-    def _end_at(self, end_time: float) -> None:
-        self.attempt = replace(self.attempt, end_time=end_time)
-        self.record["end_time"] = end_time
-        # Monotonic, so that setting the clock does not change the time left.
-        self._end = time.monotonic() + end_time - time.time()
 
     def _handle_signal(self, signum: int, worker: WorkerProcess) -> None:
         """Take no more shards at Slurm's notice; end the task at other signals, once the worker keeps its progress."""
         if signum == signal.SIGUSR2:
             # If the notice is about the walltime, the worker itself knows better when to stop.
-            if not self._is_near_end():
+            if not self._walltime.is_near:
                 log.warning("SIGUSR2: this task takes no more shards")
                 self._was_told = True
                 worker.take_no_more()
@@ -356,7 +345,8 @@ class Task:
             case "preempt":
                 os.kill(os.getpid(), signal.SIGTERM)  # a fault on demand, like a real one
             case "timeout":
-                self._end_at(event["end_time"])
+                self._walltime.set(event["end_time"])
+                self.record["end_time"] = event["end_time"]
             case "broken":
                 self._deaths.note_broken(event["message"], is_sure=event["is_sure"])
                 if not event["blames_items"]:
@@ -409,7 +399,7 @@ class Task:
         self._learn_end()  # no worker may have begun yet
         name = signal.Signals(signum).name
         by_hand = signum in (signal.SIGINT, signal.SIGHUP) or self._is_cancelled()
-        is_near = self._is_near_end()
+        is_near = self._walltime.is_near
         self.record["failure"] = "cancelled" if by_hand else "timeout" if is_near else "preempted"
         self.record["message"] = f"stopped by {name}; {self._of_what_was_left() or 'its shards were given back'}"
         if time.monotonic() > self._part_by:
@@ -423,10 +413,6 @@ class Task:
     def _is_cancelled(self) -> bool:
         return bool(self.run.submission(self.attempt.submission).get("cancelled"))
 
-    def _is_near_end(self) -> bool:
-        """Whether a signal from Slurm is about the walltime, not a preemption."""
-        return self._end is not None and time.monotonic() > self._end - NOTICE_S
-
     def _assignment(self) -> Assignment:
         given, line = self.attempt, self.run.submission(self.attempt.submission)
         return Assignment(
@@ -434,7 +420,7 @@ class Task:
             given.name,
             given.n_gpus,
             given.device,
-            None if self._end is None else time.time() + self._end - time.monotonic(),
+            self._walltime.end_time,
             self._leases.hold_all(),
             tuple(line.get("inject") or ()),
             given.cluster,
