@@ -144,7 +144,7 @@ def test_a_cache_among_the_keywords_of_a_forward_pass_is_used_or_the_model_refus
 
 
 def test_a_model_that_fails_with_a_cache_is_refused_with_a_sentence(tmp_path, monkeypatch):
-    """As those with states do in transformers 5.0, whose caches of them are classes of the models' own."""
+    """As those do whose caches are classes of the models' own."""
     from transformers import LlamaForCausalLM
 
     own = LlamaForCausalLM.forward
@@ -261,6 +261,7 @@ def test_what_texts_share_is_read_once_on_one_side_of_the_border_alone(phi3, n_s
 
 
 def test_answers_that_cross_the_border_are_those_of_transformers_own_generate(phi3):
+    """Since transformers 5.20: before, `generate` reads one token alone there, without those before it."""
     ours = engine(phi3)
     outputs = ours.generate([Request(i, Prompt(text), Sampling(max_tokens=30)) for i, text in enumerate(ACROSS)])
     for output in outputs:

@@ -168,5 +168,3 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """All columns."""
         return int(self.keys.shape[2])
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.17

@@ -116,7 +116,7 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     except (AttributeError, TypeError, ValueError) as error:
         if argument_of(model) is None and isinstance(error, TypeError):  # a keyword that no forward pass takes
             raise SlurmGPUError(_without_cache(model, options)) from error
-        raise SlurmGPUError(  # such as layers with states in transformers 5.0
+        raise SlurmGPUError(  # such as a model whose cache is of a class of its own
             f"{options.model.name} is a {type(model).__name__}, which fails with the cache of transformers "
             f'{transformers.__version__}: {described(error)}. Use a later transformers, or try engine = "vllm".'
         ) from error
