@@ -200,6 +200,11 @@ def class_and_message(error: str) -> tuple[str, str]:
     return (kind, rest) if colon and kind in POLICIES else ("item_error", error)
 
 
+def is_of_disk(kind: str) -> bool:
+    """Whether failures of a class are those of a disk: where it happened in slurmgpu tells nothing."""
+    return POLICIES[kind].exit_code is not None
+
+
 def class_of_exit(code: int) -> str | None:
     """The failure class that a task's exit code stands for; None for most codes."""
     codes = {policy.exit_code: name for name, policy in POLICIES.items() if policy.exit_code is not None}

@@ -19,7 +19,7 @@ from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import GPUFaultError, SlurmGPUError
 from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit
+from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit, is_of_disk
 from slurmgpu.run.metric_log import MetricWriter
 from slurmgpu.run.records import Attempt
 from slurmgpu.run.worker_events import Failed, WorkerEvent
@@ -133,7 +133,8 @@ class Task:
         except SlurmGPUError as error:
             return self._fail(class_of(error, FILES), str(error))
         except OSError as error:
-            return self._fail(class_of(error, FILES), str(error), trace_of(error))
+            kind = class_of(error, FILES)
+            return self._fail(kind, str(error), "" if is_of_disk(kind) else trace_of(error))
         except Exception as error:
             # A bug in slurmgpu: record it and give the claims back before the task ends.
             return self._fail("crash", described(error), trace_of(error))

@@ -23,7 +23,7 @@ from slurmgpu.code import importer
 from slurmgpu.code.imported_modules import skip_last_collections
 from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import FILES, class_of
+from slurmgpu.run.failures import FILES, class_of, is_of_disk
 from slurmgpu.util.exceptions import described, trace_of
 from slurmgpu.util.logging import log_own_lines, log_to_stderr
 from slurmgpu.util.pipes import close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
@@ -88,10 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         report({"event": "broken", "message": str(error), **blame})
         return 70
     except Exception as error:
-        # The workload's errors were caught at its calls, so this is a bug of slurmgpu.
-        trace = trace_of(error)
+        # The workload's errors were caught at its calls, so this is a disk's fault or a bug of slurmgpu.
         kind = class_of(error, FILES)
-        report({"event": "failed", "class": kind, "message": described(error), "traceback": trace})
+        if is_of_disk(kind):
+            log.error("%s: %s", kind, error)
+            report({"event": "failed", "class": kind, "message": str(error), "traceback": ""})
+            return 1
+        report({"event": "failed", "class": kind, "message": described(error), "traceback": trace_of(error)})
         raise
     return 0
 

@@ -179,7 +179,7 @@ class Worker:
         try:
             self._take_and_compute(computer, reader)
             self._publisher.end()
-        except (WorkerFailedError, WorkerBrokenError):
+        except (WorkerFailedError, WorkerBrokenError, OSError):
             self._publisher.end()  # what was computed before is not lost
             raise
 

@@ -1,6 +1,7 @@
 """Whole runs on this machine, through the command line: what goes wrong in a worker, and what becomes of it."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -49,6 +50,18 @@ from tests.support.terminals import Terminal
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
 DEBUG = ("submit", "--executor", "debug", "--gpus", "0")
+
+
+NO_CLAIM = """
+import os, sys
+if "slurmgpu.executors.slot" in sys.orig_argv:
+    opened = os.open
+    def fail(path, *given, **more):
+        if str(path).endswith("/claims/00003"):
+            raise OSError({number}, os.strerror({number}), str(path))
+        return opened(path, *given, **more)
+    os.open = fail
+"""
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +117,26 @@ def test_a_small_input_is_work_for_all_tasks_that_it_is_planned_for_whoever_comp
     slurmgpu("plan", "--gpus", "0", "--tasks", "4", cwd=alone, expect=0)
     slurmgpu("resubmit", "run", "--executor", "debug", "--tasks", "1", cwd=alone, expect=0)
     assert datasets(alone) == datasets(folder)
+
+
+@pytest.mark.parametrize(("number", "failure"), [(errno.EDQUOT, "disk_full"), (errno.EIO, "file_system")])
+def test_a_worker_that_cannot_claim_a_shard_for_its_disk_says_so_in_a_sentence(
+    project, slurmgpu, tmp_path, number, failure
+):
+    folder = project(40, lease_s=1.0)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(NO_CLAIM.format(number=number))
+    path = f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
+    slurmgpu(*LOCAL, "--tasks", "1", cwd=folder, expect=3, PYTHONPATH=path)
+    [attempt] = report(folder)["attempts"]
+    assert attempt["failure"] == failure
+    logs = "".join(path.read_text() for path in (folder / "run/logs").glob("*.log"))
+    assert f"slurmgpu.worker: {failure}: [Errno {number}] {os.strerror(number)}: " in logs
+    assert "Traceback" not in logs
+    assert not records(folder)[0]["traceback"]
+    assert len(published(folder)) >= 3
+    slurmgpu("resubmit", "run", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    check_rows(folder, 40)
 
 
 def test_the_debug_executor_runs_the_same_in_one_process(project, slurmgpu):

@@ -124,6 +124,7 @@ def test_what_keeps_a_task_from_working_is_recorded_and_its_claims_are_given_bac
     assert (record["failure"], record["bad_node"], record["state"]) == (failure, bad_node, "ended")
     assert (code, record["claims"]) == (POLICIES[failure].exit_code or 1, set())
     assert str(error) in record["message"]
+    assert bool(record["traceback"]) == (failure == "crash")
 
 
 def test_a_lease_is_renewed_while_a_worker_says_nothing(work, tmp_path):
