@@ -21,6 +21,7 @@ from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import COMPILED, own_buffers, random_state, restored_buffers, set_random_state
 from slurmgpu.training.user_methods import optional_method
+from slurmgpu.util import compiled_code
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,9 @@ class Strategy:
         elif place.world_size > 1:
             self.forward = _ddp(self.plain, settings, self.device)
         if settings.compile:
+            if why := compiled_code.take_folder():
+                log.warning("compiled code is not kept for other processes: %s", why)
+                compiled_code.take_new_folder()
             # Compiled inside DDP, which splits the graph where a bucket of gradients is full.
             model.compile()
         self._needs_first_pass = isinstance(self.forward, DistributedDataParallel) and (

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import math
+import os
+from pathlib import Path
 
 import pytest
 
@@ -350,6 +352,21 @@ def test_gradients_are_clipped_by_their_norm(train):
     train(Exact(), epochs=1, folder="clipped", clip=0.1)
     assert min(free) > 0.1
     assert norms() == pytest.approx([0.1] * 3, rel=1e-5)
+
+
+def test_compiled_code_is_kept_where_no_other_user_may_have_left_any(train, tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "temporary" / f"slurmgpu-inductor-{os.getuid()}"
+    folder.parent.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder.parent))
+    monkeypatch.setattr(nn.Module, "compile", lambda self: None)
+    for mode in (0o700, 0o777):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+        train(Plain(), folder=f"compiled {mode}", compile=True, epochs=1)
+        kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert (kept == folder) == (mode == 0o700)
+        assert kept.stat().st_mode & 0o777 == 0o700
+        assert (f"another user may write {folder}" in caplog.text) == (mode == 0o777)
+        folder.chmod(0o777)
 
 
 def test_a_compiled_model_trains_as_it_was_written(train):

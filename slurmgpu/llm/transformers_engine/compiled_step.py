@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm.transformers_engine.selfcheck import miss
 from slurmgpu.llm.transformers_engine.slots import Forward, Frame
+from slurmgpu.util import compiled_code
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.shared_files import why_not_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +28,7 @@ class Compiled:
     """
 
     def __init__(self, forward: Forward, bound: float, backend: str | Callable[..., Any] = "inductor") -> None:
-        self.reason = _why_no_cache()
+        self.reason = compiled_code.take_folder()
         """Why it is no longer used; None if it is."""
         self._function, self._bound = forward, bound
         if self.reason is not None:
@@ -71,21 +68,3 @@ class Compiled:
         if off > self._bound:
             return f"with {frame.size[0]} rows scores are off by {off:.2g} of their range"
         return None
-
-
-def _why_no_cache() -> str | None:
-    """Why compiled code cannot be kept on this node; None if it can.
-
-    Inductor imports what lies in TORCHINDUCTOR_CACHE_DIR, which PyTorch sets to a folder below TMPDIR, named after the
-    user. Another user of the node may have made it.
-    """
-    folder = Path(
-        os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/slurmgpu-inductor-{os.getuid()}"
-    )
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        return f"{folder}, the folder for compiled code, cannot be made: {error.strerror}"
-    why = why_not_own(folder.lstat(), folder.parent)
-    return f"another user may write {folder}, the folder for compiled code: {why}" if why else None
