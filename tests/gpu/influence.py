@@ -219,3 +219,43 @@ def a_thousand_tests_on_fb15k237_in_tf32(machine: Machine) -> str:
 def a_thousand_normalised_tests_on_fb15k237(machine: Machine) -> str:
     """1,000 tests on 272,115 triples in fp32, as cosines, take at most 20 s, in the memory allowed."""
     return _large(machine, 1_000, 272_115, normalize="cosine")
+
+
+@finding(limit_s=30)
+def a_graph_is_trained_and_traced_as_by_the_cpu(machine: Machine) -> str:
+    """A run traces two checkpoints that this machine trains; its influences are those of a run on the CPU, to 2e-2."""
+    import numpy as np
+
+    import slurmgpu
+    from slurmgpu.report.report_file import last_report
+    from slurmgpu.results import Merged
+    from slurmgpu.workloads.tracin.kge import train
+
+    folder = machine.folder / "graph"
+    folder.mkdir()
+    for name, triples in zip(("train", "test"), _graph(machine.pick(SMALL, TOY)), strict=True):
+        lines = "".join(f"e{head}\tr{relation}\te{tail}\n" for head, relation, tail in triples.tolist())
+        (folder / f"{name}.txt").write_text(lines, encoding="utf-8")
+    model, files = folder / "model", [str(folder / f"{name}.txt") for name in ("train", "test")]
+    arguments = [files[0], "--test", files[1], "--dim", "32", "--epochs", "4", "--every", "2", "-o", str(model)]
+    hold(train.main(arguments) == 0, "the training failed; the log has the reason")
+    checkpoints = [str(path) for path in sorted(model.glob("checkpoint-*.pt"))]
+    names = {"train": files[0], "entities": str(model / "node_dict.txt"), "relations": str(model / "rel_dict.txt")}
+    found = list[Any]()
+    for n_gpus in (machine.n_gpus and 1, 0):
+        keys = {
+            "input": files[1],
+            "run_dir": str(folder / f"run-{len(found)}"),
+            "html": False,
+            "workload": {"use": "tracin"},
+            "settings": {**names, "model": checkpoints, "precondition": "adam", "top_k": 5, "full": "float32"},
+            "resources": {"executor": "debug", "gpus": n_gpus},
+        }
+        report = last_report(slurmgpu.submit(keys).run)
+        hold(report["complete"] and not report["errors"], f"{report['n_rows']} rows; {report['errors'][:1]}")
+        with Merged(folder / f"run-{len(found)}" / "merged.h5") as merged:
+            found.append(merged["influence"][:].astype("float64"))
+    errors = np.linalg.norm(found[0] - found[1], axis=1) / np.linalg.norm(found[1], axis=1)
+    figures = f"{len(checkpoints)} checkpoints, {found[0].shape[0]} x {found[0].shape[1]}: relative error of a test "
+    figures += f"{np.median(errors):.1e}, at most {errors.max():.1e}"
+    return hold(len(checkpoints) == 2 and bool(errors.max() < FAR), figures)

@@ -367,6 +367,7 @@ def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
     from slurmgpu.llm.interface.engine import Sampling
     from slurmgpu.llm.interface.sampling import choose, leave_next
     from slurmgpu.llm.interface.sampling_rules import Rules
+    from slurmgpu.llm.transformers_engine.grammars import unpack
 
     verdict = _by_graphs(machine, "bf16")[1].verdict
     assert verdict is not None  # else _by_graphs raises
@@ -395,6 +396,17 @@ def the_sampler_is_cheap_and_the_cpus(machine: Machine) -> str:
             f"{settings or 'all tokens'}: {times[0] * 1e3:.2f} ms, in a graph {times[1] * 1e3:.2f} ms, "
             f"{differ[0]} and {differ[1]} of {n_rows} tokens differ from the CPU's"
         )
+    # Bits of the tokens that a structure allows, as of a grammar.
+    bits = torch.randint(256, (n_rows, n_tokens // 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    sampling = [Sampling(temperature=0.8, top_p=0.9)] * n_rows
+    of_allowed = [
+        choose(each, Rules.of(sampling, keys, each.device), place, unpack(these, n_tokens)).cpu()
+        for each, place, these in ((logits, positions, bits), (there, at, bits.to(machine.device)))
+    ]
+    is_allowed = unpack(bits, n_tokens)[torch.arange(n_rows), of_allowed[1]]
+    differ = [int((of_allowed[0] != of_allowed[1]).sum()), int((~is_allowed).sum())]
+    n_off = max(n_off, differ[0], 2 * differ[1])
+    figures.append(f"of half of the tokens {differ[0]} differ, and {differ[1]} are not allowed")
     figures.append(f"a step of the model, in a graph, {most.slots_s * 1e3:.2f} ms")
     with _warnings(drawing.__name__) as said:
         drawing._kernels.clear()

@@ -270,6 +270,7 @@ NOT_HERE = {
     "compiled_steps_pass_their_self_check",
     "quantised_variants_have_their_size",  # these two have code of their own for CUDA
     "vllm_answers_as_fp32",
+    "a_graph_is_trained_and_traced_as_by_the_cpu",  # a task asks the driver for its GPUs
 }
 
 
