@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from slurmgpu.shards.shard_file import Directory, rows_from
 from slurmgpu.shards.userblock import MERGED, DamagedShardError, Reader, read_userblock
 from slurmgpu.util.exceptions import described
 
-T = TypeVar("T")
-
 
 class FormerRows:
     """A merged file of the plan with this fingerprint; DamagedShardError for any other file.
@@ -30,7 +28,7 @@ class FormerRows:
     def __init__(self, path: Path, columns: Mapping[str, Column], fingerprint: str, patience_s: float) -> None:
         self._reader = Reader(path, patience_s=patience_s)
         try:
-            directory, table, _ = self._twice(lambda: read_userblock(self._reader))
+            directory, table, _ = self._reader.twice(lambda: read_userblock(self._reader))
             attributes = directory["attributes"]
             if attributes["format"] != MERGED or attributes["fingerprint"] != fingerprint:
                 raise DamagedShardError("it is not a merged file of this plan")
@@ -110,11 +108,4 @@ class FormerRows:
                 raise DamagedShardError(f"the checksum of {name} differs")
             return content
 
-        return self._twice(read)
-
-    def _twice(self, read: Callable[[], T]) -> T:
-        try:
-            return read()
-        except DamagedShardError:
-            self._reader.forget_cache()
-            return read()
+        return self._reader.twice(read)

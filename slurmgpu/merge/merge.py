@@ -342,7 +342,7 @@ def failed_again(run: Run, submission: int) -> Recompute:
             continue  # no later merge takes an error in place of a good row of merged.h5
         try:
             with Reader(run.revision_path(shard, revisions[-1])) as reader:
-                errors = read_errors(reader, examine(reader))
+                errors = reader.twice(lambda: read_errors(reader, examine(reader)))
         except (DamagedShardError, FileNotFoundError):
             continue  # the merge reports it
         if errors:

@@ -265,11 +265,7 @@ def _verify(path: Path, run: Run, shard: int, verified: dict[Path, Identity]) ->
             Shapes(columns_from_json(run.plan.columns)).check(directory)
             directory.verify(reader)
 
-        try:
-            read()
-        except DamagedShardError:
-            reader.forget_cache()
-            read()
+        reader.twice(read)
     verified[path] = identity
 
 

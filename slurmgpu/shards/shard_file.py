@@ -162,9 +162,9 @@ def sync_names(folder: Path) -> None:
 
 
 def read_directory(path: Path) -> Directory:
-    """A shard's directory, from its user block alone; DamagedShardError if block or file size are wrong."""
+    """A shard's directory, from its user block alone; DamagedShardError if two readings find damage."""
     with Reader(path, buffer_bytes=HEAD_BYTES) as reader:
-        return examine(reader)
+        return reader.twice(lambda: examine(reader))
 
 
 def verify_shard(

@@ -10,7 +10,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 from slurmgpu.shards.made_by import MadeBy
 from slurmgpu.shards.open_file import Identity, OpenFile, ReplacedFileError
@@ -30,6 +30,7 @@ BUFFER_BYTES = 1 << 20  # fits the L2 cache, so checksum and copy find the bytes
 _PAGE_BYTES = 4096
 _SMALL_USERBLOCK = 1 << 20
 _LARGEST_USERBLOCK = 1 << 31  # a merged file of a million shards and a hundred columns needs less
+_T = TypeVar("_T")
 
 
 class DamagedShardError(Exception):
@@ -155,6 +156,14 @@ class Reader:
         """Make the next read bypass the page cache, if the kernel honours the hint."""
         self.file.forget_cache()
         self._start = self._stop = 0
+
+    def twice(self, read: Callable[[], _T]) -> _T:
+        """The result of `read()`, which reads this file; once more, not from a cache, if it finds damage."""
+        try:
+            return read()
+        except DamagedShardError:
+            self.forget_cache()
+            return read()
 
     def _fill(self, start: int) -> None:
         self._start = self._stop = start

@@ -245,6 +245,13 @@ def test_bytes_that_were_wrong_once_are_read_again(run, monkeypatch):
     assert merged_rows(run) == ALL_GOOD
 
 
+def test_failed_items_are_found_also_where_a_shard_was_read_wrongly_once(run, monkeypatch):
+    publish_all(run, failed={7})
+    wrong = read_wrongly_once(monkeypatch, "00001.h5", run.shard_path(1).read_bytes().index(b'"attributes"'))
+    assert failed_again(run, 2).shards == {1: Again(1, [(7, 8)])}
+    assert not wrong
+
+
 def test_a_shard_that_was_set_aside_and_is_whole_is_taken_back(run):
     publish_all(run)
     path = run.shard_path(2)
