@@ -78,7 +78,10 @@ def _scratch(container: Container, environ: Mapping[str, str]) -> Path:
         scratch.mkdir(mode=0o700, exist_ok=True)
         status = scratch.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise ContainerError(f"{scratch} belongs to another user on this node", node_at_fault=True)
+            raise ContainerError(
+                f"{scratch} belongs to another user on this node. Name another folder with [container] scratch",
+                node_at_fault=True,
+            )
         if stat.S_IMODE(status.st_mode) != 0o700:
             scratch.chmod(0o700)
         take_task_folder(scratch)

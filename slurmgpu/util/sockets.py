@@ -8,8 +8,8 @@ import tempfile
 
 MOST_BYTES = 107
 """The longest path of a unix socket: unix(7)."""
-NAME_BYTES = 40
-"""Room for a file name such as a UUID, and the slash before it."""
+NAME_BYTES = 60
+"""Room for a folder such as slurmgpu-12345678 and a file name such as a UUID, with the slashes before them."""
 
 
 def socket_folder() -> str:

@@ -435,6 +435,15 @@ def test_a_long_path_for_temporary_files_has_no_sockets(tmp_path, monkeypatch, o
     assert sockets.socket_folder() == "/short"
 
 
+def test_vllms_sockets_are_in_the_folder_that_goes_with_the_server(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(sockets.tempfile, "tempdir", "/tmp/" + "x" * 50)
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    server = opened()._server
+    environ = Path(f"/proc/{server._process.pid}/environ").read_bytes().split(b"\0")
+    assert f"VLLM_RPC_BASE_PATH={server._folder}".encode() in environ
+    assert len(f"{server._folder}/00000000-0000-0000-0000-000000000000") <= sockets.MOST_BYTES
+
+
 # Settings
 
 

@@ -466,3 +466,18 @@ def test_no_lock_that_another_user_may_hold_is_waited_for(tmp_path, caplog, monk
         fcntl.flock(lock, fcntl.LOCK_EX)
         read_ahead(folder)
     assert "users other than its owner may write it (mode 0666)" in caplog.messages[-1]
+
+
+def test_no_file_is_overwritten_to_which_another_user_may_have_linked_a_locks_name(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = make(tmp_path / "model")
+    (folder / "a.safetensors").write_bytes(b"x" * 1000)
+    read_ahead(folder)
+    [path] = tmp_path.glob("slurmgpu-reads-*")
+    path.unlink()
+    (tmp_path / "own").write_text("precious")
+    path.hardlink_to(tmp_path / "own")
+    read_ahead(folder)
+    assert (tmp_path / "own").read_text() == "precious"
+    assert "it has another name as well" in caplog.messages[-1]

@@ -195,10 +195,16 @@ def test_what_a_killed_engine_left_in_shared_memory_is_removed_by_the_next_and_n
     shared_memory.resource_tracker.unregister(own._name, "shared_memory")
 
 
-def test_a_folder_that_others_may_write_is_not_used(environ, tmp_path):
+@pytest.mark.parametrize("place", ["writable", "file", "link"])
+def test_a_folder_that_others_may_write_is_not_used(environ, tmp_path, place):
     folder = tmp_path / f"slurmgpu-vllm-{os.getuid()}"
-    folder.mkdir()
-    folder.chmod(0o777)
+    if place == "writable":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif place == "file":
+        folder.touch()
+    else:
+        folder.symlink_to("nowhere")
     with pytest.raises(SlurmGPUError, match=r"is not a folder that only you may write\. Remove it, or set TMPDIR"):
         NodePlace()
 

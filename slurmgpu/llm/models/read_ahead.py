@@ -63,8 +63,11 @@ def _turn(folder: Path) -> Iterator[int]:
     # O_NOFOLLOW: another user could place a link with that name.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        if why := why_not_own(os.fstat(lock), Path(tempfile.gettempdir())):  # who could hold the lock for ever
+        status = os.fstat(lock)
+        if why := why_not_own(status, Path(tempfile.gettempdir())):  # who could hold the lock for ever
             raise UnusableFileError(path, why)
+        if status.st_nlink > 1:  # another user may have linked a file of this user's, which would be overwritten
+            raise UnusableFileError(path, "it has another name as well")
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock
     finally:

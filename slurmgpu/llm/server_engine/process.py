@@ -55,8 +55,9 @@ class ServerProcess:
 
     def __init__(self, serve: Sequence[str], model: str, gpus: int) -> None:
         self._serve, self._values = serve, {"model": model, "gpus": str(max(1, gpus))}
-        self._own = {"VLLM_RPC_BASE_PATH": socket_folder(), **({} if gpus else ON_CPUS)}
         self._folder = tempfile.mkdtemp(prefix="slurmgpu-", dir=socket_folder())
+        # vLLM leaves its sockets where a signal ends it.
+        self._own = {"VLLM_RPC_BASE_PATH": self._folder, **({} if gpus else ON_CPUS)}
         self._guard = Guard()
         self._guard.remove(self._folder)
         self._key = secrets.token_hex(16)

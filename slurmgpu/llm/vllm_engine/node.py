@@ -137,7 +137,8 @@ def _says_in_use(error: BaseException | None) -> bool:
 
 
 def _own_folder(folder: Path) -> Path:
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # a file, or a link that leads nowhere
+        folder.mkdir(mode=0o700, exist_ok=True)
     if not is_own_folder(folder):
         raise SlurmGPUError(
             f"{folder}, the folder for vLLM's caches, is not a folder that only you may write. Remove it, or set "
