@@ -6,26 +6,26 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers.metrics import vote
-from slurmgpu.llm.answers.steps import ROOT, Path, Tree, prefix_key
-from slurmgpu.llm.interface.engine import EngineOptions, Output, Prompt, Request
+from slurmgpu.llm.answers.steps import ROOT, Tree, prefix_key
+from slurmgpu.llm.interface.engine import EngineOptions, Output, Request
 from slurmgpu.llm.interface.sampling import mix
 from slurmgpu.llm.prompts.templates import Last
 from slurmgpu.llm.server_engine.settings import uses_chat
 from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
-from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.shards.columns import Array, Json
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.collect.steps_scorer import SCORED, ScoredTree, StepsScorer, scored_totals
+from slurmgpu.workloads.collect.rows import COLUMNS, row_of
+from slurmgpu.workloads.collect.search import Draw, Search, missing_branches
+from slurmgpu.workloads.collect.steps_scorer import SCORED, StepsScorer, scored_totals
 from slurmgpu.workloads.collect.totals import checked_pass_at, totals
 from slurmgpu.workloads.item_errors import compute_good
 from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint, good_values, n_truncated
@@ -37,29 +37,6 @@ if TYPE_CHECKING:
 
 MAX_LEAVES = 10_000
 """The most paths of a tree; they are kept in memory until the question is done."""
-
-
-@dataclasses.dataclass
-class Search:
-    """The state of one item while its paths are sampled; an `error` ends the sampling."""
-
-    item: Item
-    prompt: Prompt
-    tree: Tree
-    n_tokens: int = 0
-    n_truncated: int = 0
-    n_rollouts: int = 0
-    scored: ScoredTree | None = None
-    error: ItemError | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """A completion to sample: the node where it starts, and its number there."""
-
-    search: Search
-    node: int
-    number: int
 
 
 class Collect(LanguageModelWorkload):
@@ -206,7 +183,7 @@ class Collect(LanguageModelWorkload):
     def _rows(self, searches: Sequence[Search]) -> list[Row | ItemError]:
         self._sample([Draw(search, ROOT, number) for search in searches for number in range(self.n_independent)])
         for depth, n_branches in enumerate(self.tree[1:], 1):
-            self._sample([draw for search in searches for draw in _missing_branches(search, depth, n_branches)])
+            self._sample([draw for search in searches for draw in missing_branches(search, depth, n_branches)])
         if self.rollouts:
             self._roll_out(searches)
         good = [search for search in searches if search.error is None]
@@ -214,6 +191,9 @@ class Collect(LanguageModelWorkload):
             for search, scored in zip(good, self.steps_scorer.each([(s.item, s.tree) for s in good]), strict=True):
                 search.scored = scored
         return [self._row(search) if search.error is None else search.error for search in searches]
+
+    def _row(self, search: Search) -> Row:
+        return row_of(search, self.checker, truncates=self._truncates, tells_failures=self._tells_failures)
 
     def _begin(self, item: Item) -> Search:
         prompt = self.prompts.of(item.data, seed=item.seed)
@@ -292,68 +272,6 @@ class Collect(LanguageModelWorkload):
             search.error = error
             return None
 
-    def _row(self, search: Search) -> Row:
-        tree, paths, prompt = search.tree, search.tree.paths, search.prompt
-        values, nodes, weights = tree.values()[1:], tree.nodes[1:], tree.weights()
-        voted = self._vote(paths, weights)
-        row: dict[str, Any] = {
-            "n_paths": len(paths),
-            "n_correct": sum(path.correct for path in paths),
-            "accuracy": float(sum(weight for path, weight in zip(paths, weights, strict=True) if path.correct)),
-            "n_cut": sum(path.cut for path in paths),
-            "n_long": sum(path.is_long for path in paths),
-            "n_rollouts": search.n_rollouts,
-            "n_tokens": search.n_tokens,
-            "vote": "" if voted is None else voted.answer,
-            "vote_correct": voted is not None and voted.correct,
-            "prompt": prompt.messages[-1 - prompt.continues]["content"] if prompt.messages else prompt.text,
-            "paths": [
-                {
-                    "text": path.text,
-                    "steps": [tree.nodes[node].text for node in path.nodes],
-                    "nodes": [node - 1 for node in path.nodes],
-                    "answer": path.answer,
-                    "correct": path.correct,
-                    "cut": path.cut,
-                    "reasoning": path.reasoning,
-                }
-                for path in paths
-            ],
-            "rewards": [float(path.correct) for path in paths],
-            "weights": [float(weight) for weight in weights],
-            "steps": [node.text for node in nodes],
-            "parents": [node.parent - 1 for node in nodes],
-            "depths": [node.depth for node in nodes],
-            "values": [value for value, _ in values],
-            "visits": [n_visits for _, n_visits in values],
-            "draws": tree.draws()[1:],
-        }
-        if self._truncates:
-            row["n_truncated"] = search.n_truncated
-        if self._tells_failures:
-            row["failures"] = [path.failure for path in paths]
-        return row if search.scored is None else {**row, **self._chosen(search.scored, paths, weights)}
-
-    def _chosen(self, scored: ScoredTree, paths: Sequence[Path], weights: Sequence[Fraction]) -> Row:
-        """The columns of a scorer: the best path, and the vote with each path weighted by its score."""
-        best = scored.best
-        voted = self._vote(paths, [float(weight) * w for weight, w in zip(weights, scored.worth, strict=True)])
-        return {
-            "scores": scored.scores,
-            "step_scores": scored.steps,
-            "unscored": scored.errors,
-            "best": best,
-            "best_correct": best >= 0 and paths[best].correct,
-            "weighted_vote": "" if voted is None else voted.answer,
-            "weighted_vote_correct": voted is not None and voted.correct,
-        }
-
-    def _vote(self, paths: Sequence[Path], weights: Sequence[Fraction | float]) -> Path | None:
-        """The first path with the answer that wins the vote; None without an answer."""
-        answers = [None if path.answer is None or path.cut else self.checker.normal(path.answer) for path in paths]
-        winner = vote(answers, weights)
-        return paths[winner] if winner >= 0 else None
-
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count paths, right paths, and answered questions; a failed question counts as not answered."""
         found = totals(merged, self.n_independent, self.pass_at)
@@ -365,34 +283,6 @@ class Collect(LanguageModelWorkload):
         if self.steps_scorer is not None:
             found |= scored_totals(merged)
         return found | cut_hint(found["n_cut"], found["n_paths"], self.sampling.max_tokens, "paths")
-
-
-COLUMNS: Mapping[str, Column] = {
-    **dict.fromkeys(("n_paths", "n_correct"), Array("int32")),
-    "accuracy": Array("float32"),
-    **dict.fromkeys(("n_cut", "n_long", "n_rollouts"), Array("int32")),
-    "n_tokens": Array("int64"),
-    "vote": Text(),
-    "vote_correct": Array("bool"),
-    "prompt": Text(),
-    "paths": Json(),
-    **dict.fromkeys(("rewards", "weights"), Ragged("float32")),
-    "steps": Json(),
-    **dict.fromkeys(("parents", "depths"), Ragged("int32")),
-    "values": Ragged("float32"),
-    **dict.fromkeys(("visits", "draws"), Ragged("int32")),
-}
-"""The columns; those from `steps` on have an entry for each node of the tree of steps."""
-
-
-def _missing_branches(search: Search, depth: int, n_branches: int) -> list[Draw]:
-    """The branches that a tree lacks at a depth; a path that began higher up counts as a branch of its nodes."""
-    tree = search.tree
-    return [
-        Draw(search, node, number)
-        for node in tree.open_nodes(depth)
-        for number in range(n_branches - tree.n_drawn(node))
-    ]
 
 
 def _check_shape(tree: Sequence[int], paths: int | None, rollouts: int | None) -> None:
