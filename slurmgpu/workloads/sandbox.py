@@ -91,11 +91,6 @@ and so on until the time is over. Python refuses it in a main module.
 """
 
 
-def passes(program: str, tests: str) -> bool:
-    """Whether the program and then its tests run to their end within the limits."""
-    return _run(program, tests) is None
-
-
 def failure(program: str, tests: str) -> str | None:
     """Why a program does not pass: `syntax error`, `killed` at the end of its time, or `failed`; None if it does."""
     said = _run(program, tests)
