@@ -21,6 +21,7 @@ EXCEPTIONS = {
     **dict.fromkeys(
         (
             "util/cgroups.py",
+            "util/compiled_code.py",
             "util/pids.py",
             "util/pipes.py",
             "run/liveness.py",
