@@ -569,18 +569,17 @@ def test_a_model_of_ones_own_is_built_in_another_process(files, monkeypatch):
     assert "no-python" in str(own_parameters.own_parameters(architecture, 5, 2, {}))
 
 
-def test_a_class_that_is_no_model_of_triples_is_refused_when_the_run_is_planned(files, monkeypatch):
-    monkeypatch.setattr(planning, "own_parameters", own_parameters.own_parameters)
+def test_a_class_that_is_no_model_of_triples_is_refused_when_the_run_is_planned(files):
     own = mixed_model(files)
     source = (files / "mixed.py").read_text()
     (files / "mixed.py").write_text(source.replace("def losses(", "def loss("))
     with pytest.raises(SlurmGPUError, match=r"with a method losses\(triples\)"):
         Tracin(**{**FILES, **own}).facts  # noqa: B018
-    (files / "mixed.py").write_text(source.replace("n_relations", "n_rel"))
+    (files / "renamed.py").write_text(source.replace("n_relations", "n_rel"))
     with pytest.raises(
         SlurmGPUError, match=r"cannot be built from n_entities and n_relations: .*n_rel.* with the arguments"
     ):
-        Tracin(**{**FILES, **own}).facts  # noqa: B018
+        Tracin(**{**FILES, **own, "architecture": "renamed.py:Mixed"}).facts  # noqa: B018
 
 
 def test_a_checkpoint_that_does_not_fit_the_class_is_refused_when_the_run_is_planned(files, monkeypatch):
