@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -162,8 +163,12 @@ def _work(local_rank: int, n_ranks: int, arguments: argparse.Namespace) -> None:
 
 def _import_torch() -> None:
     """Import PyTorch without the back ends of other packages, which may open their devices: each rank does that."""
-    with environment({AUTOLOAD: "0"}):
-        import torch.distributed  # noqa: F401
+    gc.disable()  # what is imported stays, and `fork` leaves it out of later collections
+    try:
+        with environment({AUTOLOAD: "0"}):
+            import torch.distributed  # noqa: F401
+    finally:
+        gc.enable()
 
 
 def _load_back_ends() -> None:
