@@ -14,7 +14,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from slurmgpu.util.shared_files import FULL, PATIENCE_S, link_first, naming, replace, retried
+from slurmgpu.util.shared_files import (
+    FULL,
+    PATIENCE_S,
+    UnusableFileError,
+    link_first,
+    naming,
+    open_to_overwrite,
+    replace,
+    retried,
+)
 
 log = logging.getLogger(__name__)
 
@@ -189,8 +198,11 @@ def write_json_text(
     except OSError as error:
         if not in_place_if_full or error.errno not in FULL or not path.exists():
             raise
-        with open(path, "r+b") as file:
-            file.truncate(file.write(content))
+        try:
+            with open_to_overwrite(path) as file:
+                file.truncate(file.write(content))
+        except UnusableFileError:  # a link, where others may write in the folder, to a file that they may not
+            raise error from None
 
 
 def once_more_if_full(operation: Callable[[], _T]) -> _T:

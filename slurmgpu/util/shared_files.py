@@ -135,6 +135,11 @@ def open_to_append(path: os.PathLike[str] | str) -> io.BufferedWriter:
     return open(path, "ab", opener=_open)
 
 
+def open_to_overwrite(path: os.PathLike[str] | str) -> io.BufferedRandom:
+    """A regular file, open at its beginning with its content; UnusableFileError for anything else."""
+    return open(path, "r+b", opener=_open)
+
+
 def read_bytes(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, patience_s: float = PATIENCE_S) -> bytes:
     """The content of a regular file; UnusableFileError for anything else, and for one of more than `max_bytes`."""
     return retried(lambda: _read(path, max_bytes), patience_s)[0]

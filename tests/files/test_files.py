@@ -124,6 +124,11 @@ def test_on_a_full_disk_only_a_file_that_may_be_is_written_in_place(tmp_path, mo
         write_json_text(tmp_path / "other.json", "{}", in_place_if_full=True)
     assert failed.value.errno == number
     assert os.listdir(tmp_path) == ["7_0.0.json"]
+    link = tmp_path / "link.json"
+    link.symlink_to(path)  # of another user, where others may write in the folder
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        write_json_text(link, "{}", in_place_if_full=True)
+    assert path.read_text() == '{"state": "ended"}'
 
 
 @pytest.mark.parametrize("path", ["missing/page.html", "x" * os.pathconf("/", "PC_NAME_MAX")])
