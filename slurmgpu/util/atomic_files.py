@@ -72,10 +72,10 @@ def beside(path: Path) -> Iterator[Path]:
         yield partial
     except BaseException as error:
         with contextlib.suppress(OSError):  # on a file system that cannot be written
-            if partial.is_dir():
+            try:
+                partial.unlink()  # not asked first what it is: the status may be what cannot be had
+            except (IsADirectoryError, PermissionError):
                 shutil.rmtree(partial)
-            else:
-                partial.unlink()
         if isinstance(error, OSError):
             name = error.filename
             if name is None and error.errno in FULL:

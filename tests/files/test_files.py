@@ -14,6 +14,7 @@ from slurmgpu.shards.names import partial_name, partials_of
 from slurmgpu.util.atomic_files import beside, partial_path, write_bytes, write_json_text, write_new
 from slurmgpu.util.shared_files import FULL
 from tests.support.access_lists import let_user_read
+from tests.support.failing import Failing
 from tests.support.runs import planned_run
 from tests.support.somebody import USER
 
@@ -232,3 +233,15 @@ def test_the_name_of_a_partial_shard_stays_and_tells_nothing_of_the_next_ones(tm
     assert first[5:] != second[5:]
     (tmp_path / first).touch()
     assert partials_of(tmp_path, "1_0.0") == [tmp_path / first]
+
+
+def test_tries_that_find_no_status_leave_no_files_beside_the_target(tmp_path, monkeypatch):
+    path, failing = tmp_path / "a.json", Failing(monkeypatch)
+    write_bytes(path, b"old")
+    for name in ("stat", "lstat"):
+        failing(name, errno.ESTALE, of=".partial", times=99)
+    with pytest.raises(OSError, match="Stale file handle"):
+        write_bytes(path, b"new", patience_s=0.2)
+    assert failing.n_failed > 1
+    assert os.listdir(tmp_path) == ["a.json"]
+    assert path.read_bytes() == b"old"
