@@ -25,6 +25,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission, gres_names
 from slurmgpu.slurm import commands, queue
 from slurmgpu.slurm.commands import ARRAY_JOB
+from slurmgpu.slurm.limits import CORRECT, CORRECT_MERGE
 from slurmgpu.util.array_ids import array_of
 from slurmgpu.util.process_wide import safe_path
 
@@ -141,9 +142,8 @@ def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = (), u
             remedy += "Your other jobs in the queue count as well: wait until they end, or submit fewer tasks. "
         if "Invalid generic resource" in said:
             remedy += 'Where GPUs come with a partition or constraint alone, set gres = "none" under [slurm]. '
-        raise SlurmGPUError(
-            f"Slurm refuses the {job} job: {said}. {undone}{remedy}Correct [slurm], [merge] or [resources]."
-        ) from error
+        to_do = CORRECT_MERGE if job == "merge" and not remedy else CORRECT
+        raise SlurmGPUError(f"Slurm refuses the {job} job: {said}. {undone}{remedy}{to_do}") from error
 
 
 def _let_back_in(excluded: Sequence[str]) -> str:

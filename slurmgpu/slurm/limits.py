@@ -23,6 +23,9 @@ ENDS, PENDS = "Slurm ends its tasks once it is used up", "tasks pend once it is 
 GPU = "gres/gpu"
 MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 QOS, ASSOCIATION = "QOS", "Assoc"
+CORRECT = "Correct [slurm], [merge] or [resources]."
+CORRECT_MERGE = "Correct [merge], which takes account, partition, qos and reservation from [slurm], and nothing else."
+"""What to do about jobs that Slurm refuses, and about a merge job alone."""
 
 
 @dataclass(frozen=True)

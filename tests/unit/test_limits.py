@@ -4,11 +4,13 @@ import shutil
 
 import pytest
 
+from slurmgpu.cli.views.dry_run import Shown
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.interface import Preview
 from slurmgpu.executors.slurm_preview import respect_limits
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm import commands, facts
-from slurmgpu.slurm.facts import Facts
+from slurmgpu.slurm.facts import Facts, Trial
 from slurmgpu.slurm.limits import empty_partitions, limits_of
 from slurmgpu.slurm.survey import survey
 
@@ -170,6 +172,19 @@ def test_of_what_is_above_a_limit_it_is_said_what_will_happen(asked, known, name
 def test_of_gpus_that_idle_on_whole_nodes_submit_and_its_dry_run_tell(asked, known, idle):
     notes = respect_limits(asked, cluster_of(**known))[1]
     assert [idle in note for note in notes] == ([True] if idle else [])
+
+
+@pytest.mark.parametrize(
+    ("refused", "tables"),
+    [
+        (["merge"], "[merge], which takes"),
+        (["array"], "[slurm], [merge] or"),
+        (["array", "merge"], "[slurm], [merge] or"),
+    ],
+)
+def test_the_verdict_names_the_tables_of_the_job_that_slurm_refuses(refused, tables):
+    trials = {job: Trial(None, "refused", job not in refused) for job in ("array", "merge")}
+    assert f"job. Correct {tables}" in Shown({}, Preview(submission(), trials=trials), {}).verdict
 
 
 @pytest.mark.parametrize("over_subscribe", ["EXCLUSIVE", "NO"])

@@ -225,12 +225,13 @@ def _show_limits(seen: Preview, auto_resubmit: int) -> None:
 
 
 def _verdict(seen: Preview, title: str) -> str:
-    from slurmgpu.slurm.limits import ELSEWHERE, ENDS, NEVER, PENDS, REFUSED
+    from slurmgpu.slurm.limits import CORRECT, CORRECT_MERGE, ELSEWHERE, ENDS, NEVER, PENDS, REFUSED
 
     if not seen.trials:
         return f"not known: {title} does not answer"
     if refused := [job for job, trial in seen.trials.items() if not trial.taken]:
-        return f"Slurm refuses the {' and the '.join(refused)} job. Correct [slurm], [merge] or [resources]."
+        to_do = CORRECT_MERGE if refused == ["merge"] else CORRECT
+        return f"Slurm refuses the {' and the '.join(refused)} job. {to_do}"
     above = [limit for limit in seen.limits if limit.then not in ("", ELSEWHERE)]
     for then, words in (
         (REFUSED, "sbatch will refuse it"),
