@@ -146,7 +146,7 @@ class Observer:
 
     folder: Path
     patience_s: float
-    _seen: dict[str, tuple[bytes, float, bool, Heartbeat]] = field(default_factory=dict)
+    _seen: dict[str, tuple[bytes | None, float, bool, Heartbeat]] = field(default_factory=dict)
     _looked: float = 0.0
 
     def look(self) -> list[ObservedTask]:
@@ -175,16 +175,17 @@ class Observer:
     def look_at(self, name: str) -> ObservedTask | None:
         """The task of one heartbeat, by the name of its file; None without the file."""
         now = time.monotonic()
+        seen, since, has_beaten, told = self._seen.get(name, (None, now, False, {}))
         try:
-            content = read_bytes(self._tasks / name, max_bytes=4 * SIZE)
+            # Without a second try: the next look comes soon, and one that took longer would count as a stop.
+            content: bytes | None = read_bytes(self._tasks / name, max_bytes=4 * SIZE, patience_s=0.0)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            content = str(error).encode()  # a heartbeat that cannot be read does not change
-        seen, since, has_beaten, told = self._seen.get(name, (content, now, False, {}))
-        told = cast(Heartbeat, decode(content) or told)  # nothing while it is written
+        except OSError:
+            content = seen  # a heartbeat that cannot be read does not change
+        told = cast(Heartbeat, (content and decode(content)) or told)  # nothing while it is written
         if seen != content:
-            since, has_beaten = now, True
+            since, has_beaten = now, has_beaten or seen is not None
         self._seen[name] = content, since, has_beaten, told
         is_silent = now - since > self.patience_s
         known = lives(told)

@@ -23,8 +23,10 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import ObservedTask, Observer, beating
 from slurmgpu.run.submissions import directory_id
 from slurmgpu.slurm import commands, queue
+from slurmgpu.util import shared_files
 from slurmgpu.util.pids import own_id, processes
 from tests.cluster.fixture import leave_out
+from tests.support.failing import Failing
 from tests.support.images import NOBODY
 from tests.support.pretend_runs import pretend_run
 from tests.support.runs import let_go, records, start, wait_until, wait_until_held
@@ -163,6 +165,34 @@ def test_a_heartbeat_that_is_empty_for_a_moment_is_still_its_tasks(run):
     [task] = observer.look()
     assert task.lives
     assert task.in_words.startswith("task 7_0.0 of bob on ")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_heartbeat_that_cannot_be_read_is_silent_in_the_end(run, monkeypatch, is_known):
+    clock = [1000.0]
+    pretended = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda s: clock.__setitem__(0, clock[0] + s))
+    monkeypatch.setattr(heartbeats, "time", pretended)
+    monkeypatch.setattr(shared_files, "time", pretended)
+    observer, failing = Observer(run.folder, 60.0), Failing(monkeypatch)
+    beat(run, 1)
+    if is_known:
+        observer.look()
+    failing("open", errno.ESTALE, of=".alive", times=10**6)
+    found = []
+    while clock[0] < 1000.0 + 600.0 and False not in found:
+        pretended.sleep(5.0)
+        found += [task.lives for task in observer.look()]
+    assert found == [*[None] * (len(found) - 1), False]
+    assert len(found) > 60 / 5
+
+
+def test_a_heartbeat_that_is_read_for_the_first_time_after_errors_is_no_sign_of_life(run, monkeypatch):
+    observer, failing = Observer(run.folder, 60.0), Failing(monkeypatch)
+    beat(run, 1)
+    failing("open", errno.EIO, of=".alive")
+    assert [task.lives for _ in range(3) for task in observer.look()] == [None] * 3
+    beat(run, 2)
+    assert [task.lives for task in observer.look()] == [True]
 
 
 def test_what_a_dead_process_of_this_machine_left_and_a_copys_files_are_not_watched(run, tmp_path, monkeypatch):
