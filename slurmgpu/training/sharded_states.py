@@ -6,10 +6,15 @@ They load on any number of ranks. Importing this takes 0.6 s, so only trainings 
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
+import io
 import os
+import pickle
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +23,51 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from slurmgpu.training.checkpoint_files import Checksum, checksum_of, mismatch_error, probe
 from slurmgpu.util.atomic_files import fsync_dir
+
+PLAIN = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    ("torch.serialization", "_get_layout"),
+}
+"""What metadata names besides its own records, and PyTorch's sizes and types."""
+
+
+class _Plain(pickle.Unpickler):
+    """Reads the metadata of a checkpoint, and calls nothing else: colleagues may be able to write its folder."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = None if "." in name else getattr(sys.modules.get(module), name, None)
+        is_record = isinstance(found, type) and (is_dataclass(found) or issubclass(found, enum.Enum))
+        if (is_record and module.startswith("torch.distributed.checkpoint.")) or (
+            module == "torch" and (found is torch.Size or isinstance(found, torch.dtype | torch.layout))
+        ):
+            return found
+        if (module, name) in PLAIN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
+
+
+class _Reader(dcp.FileSystemReader):  # type: ignore[misc]  # torch is not followed
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
+            metadata = _Plain(file).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        plain = io.BytesIO()  # PyTorch's own unpickles anything
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -61,14 +108,17 @@ def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Checks
 
 def read(folder: Path, into: dict[str, Any]) -> None:
     """Fill a `state` in place, called by all ranks; SlurmGPUError if it does not fit. Moments not on disk stay."""
-    reader = dcp.FileSystemReader(folder)
-    known = reader.read_metadata().state_dict_metadata
+    reader = _Reader(folder)
+    try:
+        known = reader.read_metadata().state_dict_metadata
+    except pickle.UnpicklingError as error:
+        raise mismatch_error(error) from error
     missing = [name for name in into["model"] if not any(key.startswith(f"model.{name}") for key in known)]
     if missing:
         raise mismatch_error(KeyError(f"it has no {', '.join(missing)}."))
     try:
         with _alone_or_not():
-            dcp.load(into, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+            dcp.load(into, storage_reader=reader, planner=_Planner(allow_partial_load=True))
     except CheckpointException as error:
         for failure, _ in error.failures.values():
             raise (failure if isinstance(failure, OSError) else mismatch_error(failure)) from error

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -571,3 +572,34 @@ def test_a_damaged_part_of_a_sharded_state_is_noticed(ranks, tmp_path, caplog):
         with caplog.at_level(logging.WARNING):
             assert Checkpoints(folder, Place()).last() is None
         assert f"the CRC of sharded/{part} differs" in caplog.text
+
+
+class Calling:
+    """What calls a function where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+@pytest.mark.parametrize("place", ["metadata", "value"])
+def test_a_sharded_state_that_a_colleague_has_written_calls_nothing(tmp_path, place):
+    from slurmgpu.training import sharded_states
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    state = sharded_states.state(model, optimizer)
+    written = {**state, "model": {**state["model"], "odd": Calling(tmp_path / "called")}} if place == "value" else state
+    sharded_states.write(tmp_path / "state", written, 0)
+    sharded_states.read(tmp_path / "state", sharded_states.state(model, optimizer))
+    if place == "metadata":
+        (tmp_path / "state" / ".metadata").write_bytes(pickle.dumps(Calling(tmp_path / "called")))
+    else:
+        state["model"]["odd"] = "a value"
+    with pytest.raises(SlurmGPUError, match=r"posix\.mkdir|[Ww]eights.only"):
+        sharded_states.read(tmp_path / "state", state)
+    assert not (tmp_path / "called").exists()
