@@ -60,7 +60,7 @@ class Tar(Format, format="tar"):
             with tarfile.open(fileobj=stream, mode="r|") as archive:
                 for members in _samples(found.path, archive):
                     _check_adjacent(found.path, members[0][1], seen)
-                    if not offsets and writer.n_items == n_before:
+                    if writer.n_items == n_before:
                         writer.begin_file(members[0][0].offset)
                         continue
                     offsets.append(members[0][0].offset)

@@ -235,3 +235,24 @@ def test_a_data_set_that_is_not_whole_is_refused(tmp_path: Path, state: Any, sai
     save(tmp_path / "ds", state)
     with pytest.raises(SlurmGPUError, match=said):
         read("ds", tmp_path)
+
+
+def test_a_workload_that_changes_an_array_changes_no_later_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 2)))
+    spec = scan([tmp_path / "a.npz"], tmp_path / "index", stride=2)
+    with Reader(spec, tmp_path / "index") as reader:
+        for _ in range(2):
+            [item] = reader.read(1, 2)
+            assert not isinstance(item, ItemError)
+            assert item["x"].tolist() == [0, 0]
+            item["x"][:] = 1
+
+
+def test_an_array_that_is_cut_after_planning_is_no_content(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.ones((4, 90_000)))
+    spec = scan([tmp_path / "a.npy"], tmp_path / "index", stride=1)
+    with Reader(spec, tmp_path / "index") as reader:
+        rows = reader._rows(0)  # as if it were cut right after the reader has looked at its size
+        os.truncate(tmp_path / "a.npy", 1000)
+        with pytest.raises(SlurmGPUError, match="was truncated while it was read"):
+            rows.read(3, 4)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import random
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, find, list_files, scan, tar
+from slurmgpu.inputs import InputSpec, Reader, find, list_files, scan, scanner, tar
 
 Members = list[tuple[str, bytes]]
 
@@ -184,3 +186,39 @@ def test_damage_after_planning_is_an_error_of_the_items_behind_it_in_the_batch(t
         found = reader.read(0, 4) + reader.read(4, 8)
     assert [isinstance(item, ItemError) for item in found] == [False, False, True, True, *[False] * 4]
     assert "a.tar, item 3: expected a member of a tar archive" in str(found[2])
+
+
+def test_a_digest_is_that_of_the_whole_file_with_any_number_of_empty_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanner, "CHUNK_BYTES", 512)
+    path = tmp_path / "a.tar"
+    pack(path, [("a.text", b"a"), ("b.txt", b"b")])
+    whole = path.read_bytes()
+    for content in (whole + bytes(99 * 512), whole[: 5 * 512]):  # one empty block is an end mark
+        path.write_bytes(content)
+        spec = planned("*.tar", tmp_path)
+        assert spec.files[0].sha256 == hashlib.sha256(content).hexdigest()
+        assert read(spec, tmp_path) == [{"__key__": "a", "text": "a"}, {"__key__": "b", "txt": "b"}]
+
+
+def test_a_member_that_is_cut_after_planning_is_no_content(tmp_path: Path) -> None:
+    pack(tmp_path / "a.tar", [(f"{n}.jpg", b"x" * 90_000) for n in range(3)])
+    spec = planned("a.tar", tmp_path, stride=1)
+    with Reader(spec, tmp_path / "index") as reader:
+        rows = reader._rows(0)  # as if it were cut right after the reader has looked at its size
+        os.truncate(tmp_path / "a.tar", 512 + 100)
+        [item] = rows.read(0, 1)
+    assert isinstance(item, ItemError)
+    assert "unexpected end of data" in str(item)
+
+
+def test_a_file_with_holes_has_its_content(tmp_path: Path) -> None:
+    with open(tmp_path / "a.bin", "wb") as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 19)
+        file.write(b"x" * 5000)
+    subprocess.run(["tar", "-C", tmp_path, "--sparse", "-cf", tmp_path / "a.tar", "a.bin"], check=True)
+    assert read(planned("a.tar", tmp_path), tmp_path) == [
+        {"__key__": "a", "bin": (tmp_path / "a.bin").read_bytes()},
+    ]
