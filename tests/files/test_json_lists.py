@@ -199,3 +199,12 @@ def test_a_list_of_300_mb_takes_less_than_150_mb_of_memory(tmp_path: Path) -> No
             file.write((b",\n" + element) * 1000)
         file.write(b"]")
     assert memory_of_scan(tmp_path / "a.json", tmp_path / "index") < 150
+
+
+def test_a_place_in_a_file_is_counted_over_all_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_lists, "CHUNK_BYTES", 4)
+    content = "[" + '{"a": 1},\n' * 50 + '{"a": oops}]'
+    (tmp_path / "a.json").write_text(content)
+    place = rf"element 51 \(line 51\): .* at byte {content.index('oops') + 1}\)"
+    with pytest.raises(SlurmGPUError, match=place):
+        list(named("json").items(tmp_path / "a.json"))

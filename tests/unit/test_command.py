@@ -183,6 +183,8 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": ["{least}", "{text}"], "values": {"least": "wc"}}, "expected the name of a program"),
         ({"run": ["python train.py --lr {lr}"]}, "remove the quotes around the command"),
         ({"run": ["wc", "{text}", "{out}"], "values": {"out": "a"}}, "values has 'out'; expected a name of letters"),
+        ({"run": ["wc", "{text}", "{a b}"], "values": {"a b": "x"}}, "values has 'a b'; expected a name of letters"),
+        ({"run": ["wc", "{text}", "{a}"], "values": {"a": "x\0"}}, "NUL"),
         ({"run": ["wc", "{text}"], "env": {"A=": "b"}}, "env has 'A='"),
         ({"run": ["wc", "{text}"], "env": {"A": "b\0"}}, "env has 'A'"),
     ],
@@ -207,6 +209,7 @@ def test_where_a_field_is_missing_whose_braces_may_be_the_programs_own_it_is_sai
         }.items()
     }
     assert placeholders.parse(["x", "${{HOME}}"]).texts[1] == "${HOME}"
+    assert placeholders.parse(["/usr/bin/python3.11", "-c", "{code}"]).code == {2: "/usr/bin/python3.11"}
 
 
 def test_a_program_that_is_not_here_is_refused_only_when_this_machine_is_asked(tmp_path, monkeypatch):
