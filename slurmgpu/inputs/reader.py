@@ -16,7 +16,7 @@ from slurmgpu.inputs.index import Index
 from slurmgpu.inputs.lines import Lines
 from slurmgpu.inputs.repack import RepackedLines
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
-from slurmgpu.inputs.tables import MergedRows
+from slurmgpu.inputs.tables import Groups, MergedRows
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import spans_of
 from slurmgpu.util.process_wide import working_folder
@@ -96,6 +96,8 @@ class Reader:
             rows = RepackedLines(self._format, self._spec.files[number], self._spec.columns)
         else:
             rows = self._format.open(path, self._spec.columns, find)
+        if isinstance(rows, Groups):
+            rows.check_footer(len(items), self._spec.columns)
         if self._spec.files[number].size_bytes == PROMISED:
             _check_promise(self._spec.files[number], rows)
         self._open = (number, rows)

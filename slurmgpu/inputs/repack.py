@@ -116,6 +116,7 @@ class RepackedLines:
 
     def __init__(self, its_format: Lines, file: InputFile, columns: Sequence[str] | None) -> None:
         self._lines = ParquetRows(file.path)
+        self._lines.check_footer(file.n_items, _line_schema().names)
         self._parser = LineParser(its_format, file.source.path if file.source else "items", columns)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs.formats import Find, Format, Preview, Rows, refuse_doubled
+from slurmgpu.inputs.formats import ADVICE, Find, Format, Preview, Rows, refuse_doubled
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.packages import check_pyarrow
 
@@ -68,6 +68,13 @@ class Groups(ABC):
             start = end
         return items
 
+    def check_footer(self, n_rows: int, columns: Sequence[str] | None) -> None:
+        """SlurmGPUError unless the rows are as many as planned, of these columns: footers have no checksum."""
+        if len(self) != n_rows or self.columns != tuple(columns or self.columns):
+            found = f"{len(self)} rows with the columns {', '.join(map(repr, self.columns))}"
+            planned = f"{n_rows} with {', '.join(map(repr, columns or ()))}"
+            raise SlurmGPUError(f"{self._path} is damaged: it has {found}; planned were {planned}. {ADVICE}")
+
     def _values(self, rows: Any, start: int) -> list[Mapping[str, Any] | ItemError]:
         """Rows as mappings; an ItemError for each row with a value that Python cannot represent."""
         try:
@@ -104,10 +111,11 @@ class ParquetRows(Groups):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        wrong: tuple[type[Exception], ...] = (*damage(), UnicodeDecodeError)  # of a column's name
         try:
             # As bytes: a path may have some that are no UTF-8.
             self._file = pq.ParquetFile(pa.OSFile(os.fsencode(path)), page_checksum_verification=True)
-        except damage() as error:
+        except wrong as error:
             raise_if_disk_failed(error)
             raise SlurmGPUError(f"{path} is not a Parquet file: {error}.") from error
         about = self._file.metadata

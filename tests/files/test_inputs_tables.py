@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import os
 import sys
 from pathlib import Path
@@ -72,6 +73,32 @@ def test_damage_in_one_row_group_is_that_groups_items_errors(tmp_path: Path) -> 
     assert items[:20] + items[30:] == ROWS[:20] + ROWS[30:]
     assert all(isinstance(item, ItemError) for item in items[20:30])
     assert f"{path}, row group 2: expected Parquet, found damage" in str(items[25])
+
+
+FOOTERS = {
+    "the name of a column": (b"line", b"lime", b"text", b"test"),
+    "a name that is no UTF-8": (b"line", b"\xeeine", b"text", b"\xeeext"),
+    "the number of rows": (b"\x16\x64", b"\x16\x62", b"\x16\x14", b"\x16\x12"),  # as integers of Thrift's
+}
+
+
+@pytest.mark.parametrize("name", FOOTERS)
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "parquet"])
+def test_a_footer_with_other_rows_or_columns_than_planned_is_refused(tmp_path: Path, suffix: str, name: str) -> None:
+    """No checksum covers the footer of a Parquet file."""
+    path, is_packed = tmp_path / f"a.{suffix}", suffix != "parquet"
+    write_parquet(path, ROWS, 10)
+    if is_packed:
+        path.write_bytes(gzip.compress(b'{"n": 1}\n' * 50))
+    spec = scan([path], tmp_path / "index", stride=10)
+    packed, mtime_ns = Path(spec.files[0].path), spec.files[0].mtime_ns
+    whole, (former, wrong) = packed.read_bytes(), FOOTERS[name][:2] if is_packed else FOOTERS[name][2:]
+    begin = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    assert former in whole[begin:]
+    packed.write_bytes(whole[:begin] + whole[begin:].replace(former, wrong))
+    os.utime(packed, ns=(mtime_ns, mtime_ns))
+    with pytest.raises(SlurmGPUError, match=r"parquet is (damaged|not a Parquet file)"):
+        Reader(spec, tmp_path / "index").read(0, 50)
 
 
 def test_a_value_that_python_cannot_have_is_its_items_error(tmp_path: Path) -> None:
