@@ -63,6 +63,13 @@ ENVIRON = {
 """The variables that a slot has in addition to those of this process; its task sets its own GPUs."""
 
 
+class Slot(LocalJob):  # type: ignore[misc]  # Submitit's is not typed
+    """Submitit's job of a slot."""
+
+    def __del__(self) -> None:
+        """Nothing: Submitit's looks for a file, on a file system that may be gone, to forget a process of its own."""
+
+
 class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed
     """Submitit's executor; slots start its jobs."""
 
@@ -72,7 +79,7 @@ class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is 
             argv = [sys.executable, "-u", "-m", SLOT, str(self.folder)]
             with starting():
                 process = subprocess.Popen(argv, env={**os.environ, **ENVIRON})
-        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+        return Slot(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
 def start(run: Run, submission: Submission) -> list[Any]:

@@ -8,11 +8,12 @@ import sys
 import pytest
 import submitit
 
+from slurmgpu.executors.local_slots import Slot
 from slurmgpu.executors.submitit_patches import patch_submitit
 from tests.cluster.fixture import leave_out
 from tests.pretend_nfs.client import Behaviour
 from tests.pretend_nfs.nodes import REPOSITORY, Server, missing
-from tests.support.failing import TASK_DIES
+from tests.support.failing import TASK_DIES, Failing
 from tests.support.nightly import by_night
 from tests.support.runs import report
 
@@ -72,6 +73,15 @@ def test_what_submitit_reads_writes_and_renames_is_tried_again(tmp_path, order):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["7_0_result.pkl", "7_submitted.pkl", "pickle"]
     assert n_faults > 2
+
+
+def test_a_slot_that_has_ended_is_forgotten_without_a_look_at_its_files(tmp_path, monkeypatch):
+    """Else each would wait for a file system that is gone, and print a traceback."""
+    failing = Failing(monkeypatch)
+    failing("stat", errno.ENOENT, of="result.pkl")
+    slot = Slot(folder=tmp_path, job_id="12", process=None, tasks=[0])
+    del slot
+    assert failing.n_failed == 0
 
 
 @pytest.mark.parametrize("site", [NO_LOGS.format(number=errno.EIO), NO_PICKLE])
