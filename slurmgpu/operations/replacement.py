@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from slurmgpu.executors.live_tasks import refuse_alive
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import RUN_LOCK, is_left_by_dead, run_lock
 from slurmgpu.util.atomic_files import partial_path
-from slurmgpu.util.shared_files import exists, is_folder, list_names, remove, replace, retried
+from slurmgpu.util.shared_files import exists, is_folder, list_names, remove, replace, retried, time_in
 from slurmgpu.util.users import name_in_words
 
 PLANNED = ".planned"
@@ -42,8 +41,8 @@ def check_room(folder: Path, kind: str) -> Run | None:
             f"{folder}, where the {kind} would go, exists and is not a {kind}. Move it, or name another --run-dir."
         )
     assert run.status is not None
-    is_new = time.time() - run.status.st_mtime < MAKING_S
-    if is_new and not run.submissions() and not exists(folder / PLANNED):
+    is_submitted = bool(run.submissions()) or exists(folder / PLANNED)
+    if not is_submitted and time_in(folder) - run.status.st_mtime < MAKING_S:
         raise SlurmGPUError(
             f"{folder} was made less than {MAKING_S:.0f} s ago and is not submitted yet: another process may be "
             f"submitting it. Try again in a minute, or name another --run-dir."

@@ -188,12 +188,24 @@ def is_own(uid: int, folder: Path) -> bool:
 
 def _uid_in(folder: Path) -> int | None:
     """The owner of files that this user creates in a folder, which a file server may map; None if unknown."""
+    made = _status_of_new_file(folder)
+    return None if made is None else made.st_uid
+
+
+def time_in(folder: Path) -> float:
+    """The time by the clock that dates the files of a folder, a file server's; this machine's if none can be made."""
+    made = _status_of_new_file(folder)
+    return time.time() if made is None else made.st_mtime
+
+
+def _status_of_new_file(folder: Path) -> os.stat_result | None:
+    """The status of a file that is made in a folder, and removed; None if none can be made."""
     try:
-        fd, path = tempfile.mkstemp(prefix=".", suffix=".owner", dir=folder)
+        fd, path = tempfile.mkstemp(prefix=".", suffix=".anew", dir=folder)
     except OSError:
         return None
     try:
-        return os.fstat(fd).st_uid
+        return os.fstat(fd)
     finally:
         os.close(fd)
         with contextlib.suppress(OSError):

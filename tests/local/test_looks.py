@@ -1,10 +1,12 @@
 """Looks: runs of some items of an input, by --limit and --items."""
 
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -202,6 +204,17 @@ def test_a_look_that_is_just_being_made_is_not_replaced(looking, monkeypatch):
         looking("4:7")
     assert (made / "merged.h5").exists()
     monkeypatch.setattr(replacement, "MAKING_S", 0.0)
+    assert looking("4:7").results().index[:].tolist() == [4, 5, 6]
+
+
+def test_the_age_of_a_look_is_by_the_clock_that_dates_its_files(looking, monkeypatch):
+    """Else an abandoned look on a file server that is an hour ahead would be new for an hour."""
+    made, real = looking("0:2").folder, time.time
+    (made / "submissions.jsonl").unlink()
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    with pytest.raises(SlurmGPUError, match="another process may be submitting it"):
+        looking("4:7")
+    os.utime(made / "run.json", (real() - 61, real() - 61))
     assert looking("4:7").results().index[:].tolist() == [4, 5, 6]
 
 
