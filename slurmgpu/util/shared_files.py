@@ -11,6 +11,7 @@ import contextlib
 import errno
 import io
 import logging
+import math
 import os
 import shutil
 import stat
@@ -53,6 +54,10 @@ MANY_BYTES = 256 << 20
 
 _T = TypeVar("_T")
 
+_NONE = (-math.inf, -math.inf)
+_outage = _NONE
+"""When the file system began to fail, and when an operation with a long patience was last given up, monotonic."""
+
 
 class UnusableFileError(OSError):
     """A path leads to no regular file, or to one of a size that makes no sense."""
@@ -70,20 +75,32 @@ def retried(operation: Callable[[], _T], patience_s: float = PATIENCE_S) -> _T:
     """The result of `operation`, which is retried for `patience_s` while it raises a transient OSError.
 
     The pauses grow. `operation` must be repeatable even after it has succeeded: its reply may have been lost.
+
+    Once one has been given up, the patience of others counts from the beginning of the same outage, with at least
+    BRIEF_PATIENCE_S for each: a process whose file system is gone would else wait for each of its files in turn. The
+    outage is over when a retry succeeds, or if nothing has been given up for a minute.
     """
-    until, pause = None, FIRST_PAUSE_S
+    global _outage
+    until, pause, is_long = None, FIRST_PAUSE_S, patience_s > BRIEF_PATIENCE_S
     while True:
         try:
-            return operation()
+            result = operation()
         except OSError as error:
             if not is_transient(error):
                 raise
             now = time.monotonic()
             if until is None:
-                until = now + patience_s
-                log.debug("tried again for up to %.0f s: %s", patience_s, error)
+                began = _outage[0] if is_long and now - _outage[1] < PATIENCE_S else now
+                until = max(began + patience_s, now + min(patience_s, BRIEF_PATIENCE_S))
+                log.debug("tried again for up to %.0f s: %s", until - now, error)
             if now + pause > until:
+                if is_long:
+                    _outage = began, now
                 raise
+        else:
+            if until is not None:
+                _outage = _NONE
+            return result
         time.sleep(pause * CHANCE.uniform(0.5, 1.0))
         pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import socket
@@ -59,6 +60,55 @@ def test_patience_has_an_end(monkeypatch):
     monkeypatch.setattr(shared_files, "FIRST_PAUSE_S", 0.01)
     with pytest.raises(OSError, match="for a moment"):
         retried(failing(10**6, errno.EIO), patience_s=0.1)
+
+
+@pytest.fixture
+def naps(monkeypatch):
+    """The pauses, which take no time but are on the clock."""
+    naps = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(naps))
+    monkeypatch.setattr(shared_files, "_outage", (-math.inf, -math.inf))
+    return naps
+
+
+def waited(naps, patience_s=60.0, operation=None):
+    """How long an operation is tried that always fails."""
+    before = sum(naps)
+    with pytest.raises(OSError):
+        retried(operation or failing(10**6, errno.ESTALE), patience_s)
+    return sum(naps) - before
+
+
+def test_a_file_system_that_is_gone_is_waited_for_once_not_for_each_file(naps):
+    assert 50 < waited(naps) <= 60
+    for _ in range(9):
+        assert 0 < waited(naps) <= 5
+    assert sum(naps) < 100
+
+
+def test_a_longer_patience_counts_from_the_beginning_of_the_outage(naps):
+    waited(naps)
+    waited(naps, 120.0)
+    assert 110 < sum(naps) <= 120
+
+
+def test_an_operation_of_others_has_its_own_patience_while_theirs_end(naps):
+    waited(naps, 120.0, lambda: retried(failing(10**6, errno.ESTALE)))
+    assert 110 < sum(naps) <= 130
+
+
+def test_a_file_system_that_comes_back_is_waited_for_again(naps):
+    waited(naps)
+    assert retried(failing(2, errno.ESTALE)) == "done"
+    assert waited(naps) > 50
+    naps.append(61.0)
+    assert waited(naps) > 50
+
+
+def test_a_file_that_is_left_out_after_a_moment_makes_no_other_impatient(naps):
+    assert waited(naps, 5.0) <= 5
+    assert waited(naps) > 50
 
 
 def make_fifo(path):
