@@ -37,8 +37,7 @@ class Checksum:
 
 def write_state(path: Path, state: Mapping[str, Any]) -> Checksum:
     """Write and fsync a state for `read_state`. NumPy scalars become Python numbers."""
-    plain = _mapped(dict(state), _plain)
-    _check_plain(plain)
+    plain = plain_state(state)
     with open(path, "wb") as file:
         stream = _ChecksumStream(file)
         try:
@@ -51,6 +50,13 @@ def write_state(path: Path, state: Mapping[str, Any]) -> Checksum:
         file.flush()
         os.fsync(file.fileno())
     return Checksum(stream.bytes, stream.crc32)
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with Python's numbers for NumPy's; SlurmGPUError if it could be written but not read."""
+    plain: dict[str, Any] = _mapped(dict(state), _plain)
+    _check_plain(plain)
+    return plain
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from slurmgpu.training.checkpoint_files import Checksum, checksum_of, mismatch_error, probe
+from slurmgpu.training.checkpoint_files import Checksum, checksum_of, mismatch_error, plain_state, probe
 from slurmgpu.util.atomic_files import fsync_dir
 
 PLAIN = {
@@ -49,7 +49,15 @@ class _Plain(pickle.Unpickler):
             return found
         if (module, name) in PLAIN:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # so Python 3.11.0 to 3.11.3 pickle a member of an Enum
+            return _member
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"its metadata asks for {name} of what is no Enum")
+    return kind[name]
 
 
 class _Reader(dcp.FileSystemReader):  # type: ignore[misc]  # torch is not followed
@@ -90,12 +98,13 @@ def weights(model: nn.Module) -> dict[str, Any]:
 def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Checksum]:
     """Write this rank's part of a state, called by all ranks; the sums of the files that this rank wrote.
 
-    File names are relative to the parent of `folder`.
+    File names are relative to the parent of `folder`. SlurmGPUError for a state that could not be read.
     """
+    plain = plain_state(state)
     folder.mkdir(exist_ok=True)
     try:
         with _alone_or_not():
-            dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+            dcp.save(plain, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
     except CheckpointException as error:
         # It is a BaseException, and has lost the OSError that caused it.
         probe(folder)

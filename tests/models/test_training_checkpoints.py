@@ -584,18 +584,26 @@ class Calling:
         return (os.mkdir, (str(self.path),))
 
 
-@pytest.mark.parametrize("place", ["metadata", "value"])
-def test_a_sharded_state_that_a_colleague_has_written_calls_nothing(tmp_path, place):
+def sharded_state(lr=0.1):
     from slurmgpu.training import sharded_states
 
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     model(torch.ones(2, 2)).sum().backward()
     optimizer.step()
-    state = sharded_states.state(model, optimizer)
+    return sharded_states.state(model, optimizer)
+
+
+@pytest.mark.parametrize("place", ["metadata", "value"])
+def test_a_sharded_state_that_a_colleague_has_written_calls_nothing(tmp_path, monkeypatch, place):
+    from slurmgpu.training import sharded_states
+
+    state = sharded_state()
     written = {**state, "model": {**state["model"], "odd": Calling(tmp_path / "called")}} if place == "value" else state
-    sharded_states.write(tmp_path / "state", written, 0)
-    sharded_states.read(tmp_path / "state", sharded_states.state(model, optimizer))
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(sharded_states, "plain_state", dict)
+        sharded_states.write(tmp_path / "state", written, 0)
+    sharded_states.read(tmp_path / "state", sharded_state())
     if place == "metadata":
         (tmp_path / "state" / ".metadata").write_bytes(pickle.dumps(Calling(tmp_path / "called")))
     else:
@@ -603,3 +611,53 @@ def test_a_sharded_state_that_a_colleague_has_written_calls_nothing(tmp_path, pl
     with pytest.raises(SlurmGPUError, match=r"posix\.mkdir|[Ww]eights.only"):
         sharded_states.read(tmp_path / "state", state)
     assert not (tmp_path / "called").exists()
+
+
+def test_a_sharded_state_that_python_3_11_0_has_written_is_read(tmp_path, monkeypatch):
+    """It pickles a member of an Enum as a call of getattr, and metadata has one for each tensor."""
+    from torch.distributed.checkpoint import metadata
+
+    from slurmgpu.training import sharded_states
+
+    by_name = lambda self, protocol: (getattr, (type(self), self.name))  # noqa: E731
+    with monkeypatch.context() as former:
+        former.setattr(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+        sharded_states.write(tmp_path / "state", sharded_state(lr=0.5), 0)
+    assert b"getattr" in (tmp_path / "state" / ".metadata").read_bytes()
+    state = sharded_state()
+    sharded_states.read(tmp_path / "state", state)
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
+def test_metadata_gets_no_other_attribute_than_members_of_enums(tmp_path):
+    from torch.distributed.checkpoint import metadata
+
+    from slurmgpu.training import sharded_states
+
+    class Getting:
+        def __reduce__(self):
+            return getattr, (metadata.TensorProperties, "__init__")
+
+    sharded_states.write(tmp_path / "state", sharded_state(), 0)
+    (tmp_path / "state" / ".metadata").write_bytes(pickle.dumps(Getting()))
+    with pytest.raises(SlurmGPUError, match="does not fit"):
+        sharded_states.read(tmp_path / "state", sharded_state())
+
+
+def test_a_sharded_state_has_pythons_numbers_for_numpys(tmp_path):
+    from slurmgpu.training import sharded_states
+
+    sharded_states.write(tmp_path / "state", sharded_state(lr=np.float64(0.5)), 0)
+    state = sharded_state()
+    sharded_states.read(tmp_path / "state", state)
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
+def test_a_sharded_state_that_could_not_be_read_back_is_refused(tmp_path):
+    from slurmgpu.training import sharded_states
+
+    state = sharded_state()
+    state["optimizer"]["param_groups"][0]["odd"] = object()
+    with pytest.raises(SlurmGPUError, match=r"cannot be saved in a checkpoint.*state_dict"):
+        sharded_states.write(tmp_path / "state", state, 0)
+    assert not (tmp_path / "state").exists()
