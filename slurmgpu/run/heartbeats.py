@@ -151,11 +151,11 @@ class Observer:
 
     def look(self) -> list[ObservedTask]:
         """The tasks of this run directory, not of one that it was copied from, that have not ended by themselves."""
-        now = time.monotonic()
+        names = [name for name in list_fresh(self._tasks) if name.endswith(SUFFIX) and not name.startswith(".")]
+        now = time.monotonic()  # a file server that hangs stops this observer in the listing, and the tasks as well
         if now - self._looked > LONGEST_GAP_S:
             self._seen.clear()
         self._looked = now
-        names = [name for name in list_fresh(self._tasks) if name.endswith(SUFFIX) and not name.startswith(".")]
         own = directory_id(self.folder) if names else {}
         tasks = (self.look_at(name) for name in sorted(names))
         return [task for task in tasks if task is not None and was_written_in(own, task.told)]

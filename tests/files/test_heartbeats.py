@@ -186,6 +186,24 @@ def test_a_heartbeat_that_cannot_be_read_is_silent_in_the_end(run, monkeypatch, 
     assert len(found) > 60 / 5
 
 
+def test_a_task_is_not_dead_because_the_file_server_hung_while_it_was_listed(run, monkeypatch):
+    clock, listed = [1000.0], heartbeats.list_fresh
+    monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    observer = Observer(run.folder, 60.0)
+    beat(run, 1)
+    observer.look()
+
+    def hang(folder):
+        clock[0] += 90.0
+        return listed(folder)
+
+    with monkeypatch.context() as hanging:
+        hanging.setattr(heartbeats, "list_fresh", hang)
+        assert [task.lives for task in observer.look()] == [None]
+    beat(run, 2)  # the task goes on as well
+    assert [task.lives for task in observer.look()] == [True]
+
+
 def test_a_heartbeat_that_is_read_for_the_first_time_after_errors_is_no_sign_of_life(run, monkeypatch):
     observer, failing = Observer(run.folder, 60.0), Failing(monkeypatch)
     beat(run, 1)
