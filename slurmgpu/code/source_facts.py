@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import warnings
 from dataclasses import dataclass
 
 from slurmgpu.code.files_in_source import FilesInSource, folders_above, texts_in
@@ -31,7 +32,7 @@ class SourceFacts:
 @functools.lru_cache(_MANY_FILES)
 def facts_of(source: bytes, package: str, *, is_script: bool) -> SourceFacts:
     """The facts of a file of `package`, which may be ""; SyntaxError, ValueError or RecursionError if it has none."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     texts = tuple(texts_in(tree)) if is_script else ()
     digest = "" if is_script else digest_of(source, "", tree)
     imports = named = None
@@ -43,3 +44,10 @@ def facts_of(source: bytes, package: str, *, is_script: bool) -> SourceFacts:
     except RecursionError:  # an expression of a thousand operators
         pass
     return SourceFacts(imports, named, n_above, texts, digest)
+
+
+def parsed(source: bytes) -> ast.Module:
+    """The syntax tree of a file, without Python's warnings about it: they come, with its name, where it is run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source)

@@ -12,6 +12,7 @@ from pathlib import Path
 from slurmgpu.code.imports_in_source import Import, ImportsInSource, PathFolder, all_in, defined_in
 from slurmgpu.code.kept_files import KeptFile, KeptFiles
 from slurmgpu.code.locator import Locator, is_others
+from slurmgpu.code.source_facts import parsed
 from slurmgpu.code.trace_notes import TraceNotes
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, retried
@@ -188,5 +189,5 @@ def _tree_of(path: str) -> ast.Module | None:
     """The syntax tree of a Python file; None for other files, and if it cannot be read or parsed."""
     if path.endswith(".py"):
         with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
-            return ast.parse(retried(Path(path).read_bytes, BRIEF_PATIENCE_S))
+            return parsed(retried(Path(path).read_bytes, BRIEF_PATIENCE_S))
     return None

@@ -448,6 +448,14 @@ def test_a_process_that_plans_again_parses_what_was_edited_and_nothing_else(sign
     assert parsed == {(folder / name).read_bytes() for name in ("signed.py", "rules.py")}
 
 
+def test_a_plan_repeats_no_warning_of_pythons_about_the_users_code(signed, recwarn):
+    folder = signed()
+    (folder / "signed.py").write_text("from rules import *\n" + WORKLOAD)
+    (folder / "rules.py").write_text('DIGIT = "\\d"\n')
+    assert "rules.py" in names_in(folder)[0]
+    assert [each for each in recwarn if each.filename == "<unknown>"] == []
+
+
 @pytest.mark.parametrize(("argv", "found"), [("3", False), ('["rules.py", "--fast"]', True)])
 def test_argv_is_a_setting_like_any_other_of_a_workload(signed, argv, found):
     folder = signed()
