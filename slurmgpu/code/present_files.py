@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from slurmgpu.code.snapshots import ReadFile, SourceFile
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
+from slurmgpu.util.users import resolved
 
 MANY_BESIDE = 2000
 """A folder with more entries holds data: nothing in it is linked for the copy of a script."""
@@ -156,7 +157,7 @@ def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[Sou
             with os.scandir(original) as entries:
                 found = [Path(entry.path) for entry in entries if entry.name != "__pycache__"]
             for path in found if len(found) <= MANY_BESIDE else ():
-                if not here.is_relative_to(path.resolve()):  # a walk that follows links would not end
+                if not here.is_relative_to(resolved(path)):  # a walk that follows links would not end
                     with contextlib.suppress(FileExistsError):
                         (snapshot / folder / path.name).symlink_to(path)
 

@@ -16,6 +16,7 @@ from slurmgpu.code.locator import is_others
 from slurmgpu.code.snapshots import ReadFile
 from slurmgpu.code.user_code import UserCode
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, retried
+from slurmgpu.util.users import resolved
 
 _DOTTED_IN_TEXT = re.compile(rf"(?<![\w./-]){DOTTED.pattern}(?![\w/])")
 _OF_A_RUN_FILE = re.compile(rb"(?m)^\[workload\]")
@@ -39,7 +40,7 @@ class ReadFiles:
     def add(self, path: Path) -> bool:
         """Note a file that code reads, and add the modules that it names; False if there is no such file."""
         with contextlib.suppress(OSError, ValueError):
-            whole = str(path.resolve())
+            whole = str(resolved(path))
             if whole in self.files or whole in self._kept or {whole, os.path.abspath(path)} & self._inputs:  # noqa: PTH100
                 return True
             if is_others(whole) or whole.startswith(_OF_THE_SYSTEM):

@@ -282,7 +282,8 @@ def test_the_copy_of_a_script_finds_what_is_beside_the_script(edited, tmp_path, 
         (base / name).parent.mkdir(parents=True, exist_ok=True)
         (base / name).write_text(name)
     (base / "runs").symlink_to(tmp_path)  # the run directory lies below it
-    monkeypatch.setattr(present_files, "MANY_BESIDE", 5)
+    (base / "latest").symlink_to("latest")
+    monkeypatch.setattr(present_files, "MANY_BESIDE", 6)
     with edited({"tools/run.py": b"import lib\n", "tools/lib.py": b"VALUE = 1\n", "many/lib.py": b""}):
         for number in range(2, 8):
             (base / "many" / str(number)).touch()

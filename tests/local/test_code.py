@@ -456,6 +456,13 @@ def test_a_plan_repeats_no_warning_of_pythons_about_the_users_code(signed, recwa
     assert [each for each in recwarn if each.filename == "<unknown>"] == []
 
 
+def test_code_may_name_a_link_that_leads_to_itself(signed):
+    folder = signed()
+    (folder / "signed.py").write_text(WORKLOAD + '\nBEST = "latest.json"\n')
+    (folder / "latest.json").symlink_to("latest.json")
+    assert "signed.py" in names_in(folder)[0]
+
+
 @pytest.mark.parametrize(("argv", "found"), [("3", False), ('["rules.py", "--fast"]', True)])
 def test_argv_is_a_setting_like_any_other_of_a_workload(signed, argv, found):
     folder = signed()

@@ -972,6 +972,14 @@ def test_a_module_that_python_runs_by_name_runs_as_it_was_submitted(tmp_path, mo
     assert command(items("a")) == [{"n": 1, "said": ["-m", "a"], "name": "tool.run"}]
 
 
+def test_an_argument_may_name_a_link_that_leads_to_itself(tmp_path, monkeypatch):
+    (tmp_path / "latest").symlink_to("latest")
+    code = """import json, sys; print(json.dumps({{"n": len(sys.argv[1])}}))"""
+    command = loaded(tmp_path, monkeypatch, run=[sys.executable, "-S", "-c", code, "latest", "{text}"])
+    assert command.scripts == []
+    assert command(items("a")) == [{"n": len("latest")}]
+
+
 def test_the_script_of_an_entry_point_is_code_if_it_imports_modules_of_the_users(tmp_path, monkeypatch):
     (tmp_path / "of_a_lab.py").touch()
     for name, module in (("mine", "of_a_lab"), ("theirs", "numpy")):

@@ -18,6 +18,7 @@ from slurmgpu.code.files_in_source import OUTPUT_OPTIONS
 from slurmgpu.code.locator import Locator, is_others
 from slurmgpu.code.started_modules import INTERPRETERS, file_of_module, module_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.users import resolved
 from slurmgpu.workloads.command.placeholders import Slot
 
 _FIRST_BYTES = 256
@@ -180,7 +181,7 @@ def scripts_of(program: str, texts: Mapping[int, str], path: str | None) -> list
     if (module := module_of(texts)) is not None and (file := file_of_module(module[1])) is not None:
         packages = [folder / "__init__.py" for folder in file.parents if folder != Path()]
         found = [file, *(each for each in packages if each.is_file()), *found]
-    places = [(each, each.resolve()) for each in found]
+    places = [(each, resolved(each)) for each in found]
     entry = entry_script(program, path)
     return ([] if entry is None else [entry]) + [
         each

@@ -10,6 +10,7 @@ from pathlib import Path
 from slurmgpu.code.importer import present_files
 from slurmgpu.code.started_modules import file_of_module, module_of
 from slurmgpu.util.sockets import free_port
+from slurmgpu.util.users import resolved
 from slurmgpu.workloads.command.placeholders import CommandLine
 from slurmgpu.workloads.command.programs import RUN_MODULE, check_program, entry_script
 
@@ -21,7 +22,7 @@ class SubmittedProgram:
 
     def __init__(self, program: str, line: CommandLine, environ: Mapping[str, str]) -> None:
         self._line, self._environ = line, environ
-        self._scripts = {number: Path(text).resolve() for number, text in line.texts.items()}
+        self._scripts = {number: resolved(text) for number, text in line.texts.items()}
         self._module = module_of(line.texts)
         self._file_of_module = file_of_module(self._module[1]) if self._module else None
         kept = present_files().as_submitted(self._scripts[0])  # the file on disk may be another one by now, or none
