@@ -24,7 +24,7 @@ from slurmgpu.code.imported_modules import skip_last_collections
 from slurmgpu.errors import SlurmGPUError, WorkerBrokenError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, class_of, is_of_disk
-from slurmgpu.util.exceptions import described, trace_of
+from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.logging import log_own_lines, log_to_stderr
 from slurmgpu.util.pipes import close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
 from slurmgpu.worker import groups
@@ -91,8 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The workload's errors were caught at its calls, so this is a disk's fault or a bug of slurmgpu.
         kind = class_of(error, FILES)
         if is_of_disk(kind):
-            log.error("%s: %s", kind, error)
-            report({"event": "failed", "class": kind, "message": str(error), "traceback": ""})
+            message = message_of(error)
+            log.error("%s: %s", kind, message)
+            report({"event": "failed", "class": kind, "message": message, "traceback": ""})
             return 1
         report({"event": "failed", "class": kind, "message": described(error), "traceback": trace_of(error)})
         raise
