@@ -13,9 +13,10 @@ import os
 import pickle
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ from slurmgpu.training.checkpoint_files import Checksum, checksum_of, mismatch_e
 from slurmgpu.util.atomic_files import fsync_dir
 
 PLAIN = {
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # Python 3.13
-    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"): OrderedDict,
+    ("pathlib", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,  # written by Python 3.13; others have no such module
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }
 """What metadata names besides its own records, and PyTorch's sizes and types."""
 
@@ -47,11 +48,11 @@ class _Plain(pickle.Unpickler):
             module == "torch" and (found is torch.Size or isinstance(found, torch.dtype | torch.layout))
         ):
             return found
-        if (module, name) in PLAIN:
-            return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # so Python 3.11.0 to 3.11.3 pickle a member of an Enum
             return _member
-        raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
+        if (plain := PLAIN.get((module, name))) is None:
+            raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
+        return plain
 
 
 def _member(kind: Any, name: str) -> enum.Enum:

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import pathlib
 import pickle
 import random
 import shutil
@@ -624,6 +625,20 @@ def test_a_sharded_state_that_python_3_11_0_has_written_is_read(tmp_path, monkey
         former.setattr(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
         sharded_states.write(tmp_path / "state", sharded_state(lr=0.5), 0)
     assert b"getattr" in (tmp_path / "state" / ".metadata").read_bytes()
+    state = sharded_state()
+    sharded_states.read(tmp_path / "state", state)
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
+def test_a_sharded_state_that_python_3_13_has_written_is_read(tmp_path, monkeypatch):
+    """Its paths are of a module that other versions lack, and metadata has the checkpoint's path."""
+    from slurmgpu.training import sharded_states
+
+    with monkeypatch.context() as written:
+        written.setitem(sys.modules, "pathlib._local", pathlib)
+        written.setattr(type(tmp_path), "__module__", "pathlib._local")
+        sharded_states.write(tmp_path / "state", sharded_state(lr=0.5), 0)
+    assert b"pathlib._local" in (tmp_path / "state" / ".metadata").read_bytes()
     state = sharded_state()
     sharded_states.read(tmp_path / "state", state)
     assert state["optimizer"]["param_groups"][0]["lr"] == 0.5
