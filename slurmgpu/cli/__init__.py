@@ -69,8 +69,10 @@ def main() -> None:
     finally:
         # Imported where there may be code of the user's; else Python's last collections are a fifth of `status`.
         imported_modules = sys.modules.get("slurmgpu.code.imported_modules")
-        if imported_modules is None or not imported_modules.has_imported():
+        if imported_modules is None:
             gc.freeze()
+        else:
+            imported_modules.skip_last_collections()
 
 
 def _flushing_stdout(app: Callable[[], object]) -> None:
