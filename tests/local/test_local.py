@@ -52,18 +52,6 @@ LOCAL = ("submit", "--executor", "local", "--gpus", "0")
 DEBUG = ("submit", "--executor", "debug", "--gpus", "0")
 
 
-NO_CLAIM = """
-import os, sys
-if "slurmgpu.executors.slot" in sys.orig_argv:
-    opened = os.open
-    def fail(path, *given, **more):
-        if str(path).endswith("/claims/00003"):
-            raise OSError({number}, os.strerror({number}), str(path))
-        return opened(path, *given, **more)
-    os.open = fail
-"""
-
-
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory, slurmgpu):
     """A project with a complete run of 100 items, which three tasks computed; what was said is in `said`."""
@@ -125,7 +113,9 @@ def test_a_worker_that_cannot_claim_a_shard_for_its_disk_says_so_in_a_sentence(
 ):
     folder = project(40, lease_s=1.0)
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(NO_CLAIM.format(number=number))
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        failing.SLOT_CANNOT_OPEN.format(ending="/claims/00003", number=number)
+    )
     path = f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
     slurmgpu(*LOCAL, "--tasks", "1", cwd=folder, expect=3, PYTHONPATH=path)
     [attempt] = report(folder)["attempts"]

@@ -13,7 +13,7 @@ from slurmgpu.executors.submitit_patches import patch_submitit
 from tests.cluster.fixture import leave_out
 from tests.pretend_nfs.client import Behaviour
 from tests.pretend_nfs.nodes import REPOSITORY, Server, missing
-from tests.support.failing import TASK_DIES, Failing
+from tests.support.failing import SLOT_CANNOT_OPEN, TASK_DIES, Failing
 from tests.support.nightly import by_night
 from tests.support.runs import report
 
@@ -44,18 +44,19 @@ print(*sorted(path for path in shared_files.list_names(logs)))
 """
 ASKING = Behaviour(ac_min_s=0, ac_max_s=0, names=False, listings=False, contents=False, tick_s=1e-9)
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
-NO_LOGS = """
-import os, sys
+IMPATIENT = """
+import sys
 if "slurmgpu.executors.slot" in sys.orig_argv:
     from slurmgpu.util import shared_files
     shared_files.retried.__defaults__ = (0.1,)
-    opened = os.open
-    def fail(path, *given, **more):
-        if str(path).endswith("_log.out"):
-            raise OSError({number}, os.strerror({number}), str(path))
-        return opened(path, *given, **more)
-    os.open = fail
 """
+
+
+def no_logs(number):
+    """What makes a slot fail to open its log, and soon give up."""
+    return IMPATIENT + SLOT_CANNOT_OPEN.format(ending="_log.out", number=number)
+
+
 NO_PICKLE = TASK_DIES.format(code=74)
 
 
@@ -84,7 +85,7 @@ def test_a_slot_that_has_ended_is_forgotten_without_a_look_at_its_files(tmp_path
     assert failing.n_failed == 0
 
 
-@pytest.mark.parametrize("site", [NO_LOGS.format(number=errno.EIO), NO_PICKLE])
+@pytest.mark.parametrize("site", [no_logs(errno.EIO), NO_PICKLE])
 def test_a_slot_that_loses_the_file_system_is_said_to_have_lost_it(project, slurmgpu, tmp_path, site):
     folder = project(8)
     (tmp_path / "site").mkdir()
@@ -104,7 +105,7 @@ def test_a_slot_that_loses_the_file_system_is_said_to_have_lost_it(project, slur
 def test_a_slot_whose_log_finds_the_disk_full_says_so(project, slurmgpu, tmp_path):
     folder = project(8)
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(NO_LOGS.format(number=errno.ENOSPC))
+    (tmp_path / "site" / "sitecustomize.py").write_text(no_logs(errno.ENOSPC))
     path = f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
     done = slurmgpu(*LOCAL, cwd=folder, expect=3, PYTHONPATH=path)
     [attempt] = report(folder)["attempts"]

@@ -454,13 +454,20 @@ def test_weights_are_read_ahead_once_and_nothing_fails(tmp_path, caplog, monkeyp
     assert "ahead: " in caplog.messages[-1]
 
 
-def test_no_lock_that_another_user_may_hold_is_waited_for(tmp_path, caplog, monkeypatch):
+@pytest.fixture
+def was_read(tmp_path, caplog, monkeypatch):
+    """A model whose weights have been read ahead, and the lock that this left in the shared temporary folder."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = make(tmp_path / "model")
     (folder / "a.safetensors").write_bytes(b"x" * 1000)
     read_ahead(folder)
     [path] = tmp_path.glob("slurmgpu-reads-*")
+    return folder, path
+
+
+def test_no_lock_that_another_user_may_hold_is_waited_for(was_read, caplog):
+    folder, path = was_read
     path.chmod(0o666)
     with path.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -468,13 +475,8 @@ def test_no_lock_that_another_user_may_hold_is_waited_for(tmp_path, caplog, monk
     assert "users other than its owner may write it (mode 0666)" in caplog.messages[-1]
 
 
-def test_no_file_is_overwritten_to_which_another_user_may_have_linked_a_locks_name(tmp_path, caplog, monkeypatch):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = make(tmp_path / "model")
-    (folder / "a.safetensors").write_bytes(b"x" * 1000)
-    read_ahead(folder)
-    [path] = tmp_path.glob("slurmgpu-reads-*")
+def test_no_file_is_overwritten_to_which_another_user_may_have_linked_a_locks_name(was_read, tmp_path, caplog):
+    folder, path = was_read
     path.unlink()
     (tmp_path / "own").write_text("precious")
     path.hardlink_to(tmp_path / "own")

@@ -46,6 +46,18 @@ if IS_TASK:
 """
 """A sitecustomize.py that puts a run's claims and shards on such a file system, for its tasks and workers."""
 
+SLOT_CANNOT_OPEN = """
+import os, sys
+if "slurmgpu.executors.slot" in sys.orig_argv:
+    opened = os.open
+    def fail(path, *given, **more):
+        if str(path).endswith("{ending}"):
+            raise OSError({number}, os.strerror({number}), str(path))
+        return opened(path, *given, **more)
+    os.open = fail
+"""
+"""A sitecustomize with which slots, and what they fork, cannot open files whose paths have this ending."""
+
 TASK_DIES = """
 import os, sys
 if "slurmgpu.executors.slot" in sys.orig_argv:
