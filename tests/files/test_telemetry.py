@@ -529,6 +529,7 @@ def test_an_older_driver_counts_what_it_reserves_as_used(nvml):
 
 
 def test_the_proof_on_a_gpu_compares_nvml_with_nvidia_smi_and_knows_what_tells_xids(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # a machine may have set it
     machine, cards = Machine("cuda:0", 1, tmp_path), [FakeCard("GPU-1"), FakeCard("GPU-2", Temperature=None)]
     monkeypatch.setitem(sys.modules, "pynvml", fake := FakeNVML(cards))
     program = tmp_path / "nvidia-smi"

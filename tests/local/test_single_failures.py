@@ -104,6 +104,7 @@ def test_a_task_that_cannot_open_its_run_says_which_node_has_lost_the_file_syste
     monkeypatch.setattr(job_entry.Run, "open", fail)
     monkeypatch.setattr(job_entry, "_log_like_ours", lambda: None)
     monkeypatch.setattr(job_entry.early_signals, "remember", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # which the task sets, and this puts back
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
         job_entry.run_local_task(tmp_path, "local1", 0, 1, [], "cpu", 1)
     assert ended.value.code == 74
