@@ -99,13 +99,13 @@ def _span(attempt: AttemptRow, counts: Counting) -> AttemptSpan | None:
         start=start,
         stop=stop,
         failed=attempt["failure"] is not None,
-        phases=list(_phases(attempt, start, stop)),
+        phases=list(_phases(attempt, stop)),
         shards=shards,
         deaths=[float(death["at"]) for death in attempt["deaths"] if "at" in death],
     )
 
 
-def _phases(attempt: AttemptRow, start: float, stop: float) -> Iterator[tuple[str, float, float]]:
+def _phases(attempt: AttemptRow, stop: float) -> Iterator[tuple[str, float, float]]:
     changes = [(float(at), str(state)) for at, state in attempt["phases"]]
     ends = [*(at for at, _ in changes[1:]), stop]
     for (at, state), end in zip(changes, ends, strict=True):

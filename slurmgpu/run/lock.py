@@ -284,12 +284,12 @@ def _take_away(path: Path, holder: Holder, *, is_own: bool = False) -> bool:
         ) from error
     taken = content.get("token") == holder["token"] if is_own else content == holder
     if not taken:
-        _put_back(mine, path, content)  # it has another holder, or was renewed, since it was read
+        _put_back(mine, path)  # it has another holder, or was renewed, since it was read
     remove(mine)
     return taken
 
 
-def _put_back(mine: Path, path: Path, content: Holder) -> None:
+def _put_back(mine: Path, path: Path) -> None:
     """Rename a lock back, as the same file: its holder may be another user, who could not renew a copy."""
     try:
         retried(lambda: os.link(mine, path, follow_symlinks=False))

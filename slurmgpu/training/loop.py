@@ -84,7 +84,7 @@ class Training:
         self._since = self._began = time.monotonic()
         init_process_group(self._place)
         try:
-            with torch_settings(self._settings, self._device):
+            with torch_settings(self._settings):
                 self._set_up()
                 self._train()
                 return self._finish()

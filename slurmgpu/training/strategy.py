@@ -190,7 +190,7 @@ def init_process_group(place: Place) -> None:
 
 
 @contextlib.contextmanager
-def torch_settings(settings: TrainingSettings, device: torch.device) -> Iterator[None]:
+def torch_settings(settings: TrainingSettings) -> Iterator[None]:
     """Configure PyTorch by the settings; restore its configuration for the next one afterwards."""
     threads = torch.get_num_threads()
     deterministic, warns = (

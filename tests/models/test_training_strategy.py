@@ -191,7 +191,7 @@ def test_a_class_may_use_pytorchs_newer_interface_of_precision(path):
     module.fp32_precision = "tf32"
     try:
         for precision, expected in (("fp32", "ieee"), ("tf32", "tf32")):
-            with torch_settings(TrainingSettings(epochs=1, precision=precision), CPU):
+            with torch_settings(TrainingSettings(epochs=1, precision=precision)):
                 found = [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision]
                 assert found == [expected] * 2
                 torch.get_float32_matmul_precision()  # torch.compile asks
