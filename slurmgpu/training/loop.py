@@ -31,9 +31,10 @@ from slurmgpu.training.progress import Progress, ProgressReporter
 from slurmgpu.training.ranks import Place, on_rank_zero
 from slurmgpu.training.settings import AUTO, TrainingSettings
 from slurmgpu.training.splits import Splits
-from slurmgpu.training.strategy import Strategy, device_of, init_process_group, torch_settings
+from slurmgpu.training.strategy import Strategy, device_of, init_process_group
 from slurmgpu.training.sync_schedule import SyncSchedule
 from slurmgpu.training.throughput import throughput
+from slurmgpu.training.torch_settings import torch_settings
 from slurmgpu.training.training_state import TrainingState
 
 log = logging.getLogger(__name__)

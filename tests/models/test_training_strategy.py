@@ -19,7 +19,8 @@ from slurmgpu.training.optimizer import Stepper, make_optimizer  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings, goal_of  # noqa: E402
 from slurmgpu.training.splits import read_split  # noqa: E402
-from slurmgpu.training.strategy import Strategy, init_process_group, torch_settings  # noqa: E402
+from slurmgpu.training.strategy import Strategy, init_process_group  # noqa: E402
+from slurmgpu.training.torch_settings import torch_settings  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
