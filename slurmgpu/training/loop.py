@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slurmgpu.errors import Interrupted, SlurmGPUError
+from slurmgpu.errors import Interrupted
 from slurmgpu.training import states
 from slurmgpu.training.batch_counter import BatchCounter
 from slurmgpu.training.batch_size import fit_batch_size
-from slurmgpu.training.batches import MicroBatch, Step, derive_seed, plan_steps
+from slurmgpu.training.batches import Step, derive_seed, plan_steps
 from slurmgpu.training.best_weights import BestWeights
-from slurmgpu.training.checkpoint_files import CheckpointMismatchError, save_weights
-from slurmgpu.training.checkpoints import Checkpoint, Checkpoints
+from slurmgpu.training.checkpoint_files import save_weights
+from slurmgpu.training.checkpoints import Checkpoints
 from slurmgpu.training.data_loader import BatchLoader, TrainBatchSampler
 from slurmgpu.training.evaluation import Evaluator
 from slurmgpu.training.learning_curve import LearningCurve
@@ -29,9 +28,11 @@ from slurmgpu.training.optimizer import Stepper, check_trainable, n_parameters
 from slurmgpu.training.outcome import Outcome
 from slurmgpu.training.progress import Progress, ProgressReporter
 from slurmgpu.training.ranks import Place, on_rank_zero
+from slurmgpu.training.resumption import UNKNOWN, Version, advising_on, checkpoint_to_resume
 from slurmgpu.training.settings import AUTO, TrainingSettings
 from slurmgpu.training.splits import Splits
-from slurmgpu.training.strategy import Strategy, device_of, init_process_group
+from slurmgpu.training.step_batches import StepBatches
+from slurmgpu.training.strategy import Strategy, init_process_group
 from slurmgpu.training.sync_schedule import SyncSchedule
 from slurmgpu.training.throughput import throughput
 from slurmgpu.training.torch_settings import torch_settings
@@ -42,20 +43,6 @@ log = logging.getLogger(__name__)
 LAST = "last.pt"
 MOST_POINTS = 500
 """The largest number of points of a learning curve, unless `log_steps` is set."""
-
-
-@dataclass(frozen=True)
-class Version:
-    """The digest of the training class's code (None: any), and whether the training replaces one that has ended.
-
-    If it does, a checkpoint by other code is not used. An interrupted training continues from such a checkpoint.
-    """
-
-    code: str | None = None
-    is_again: bool = False
-
-
-UNKNOWN = Version()
 
 
 class Training:
@@ -72,7 +59,6 @@ class Training:
         self._user, self._settings, self._place, self._folder = user, settings, place, folder
         self._version = version
         self._seed = settings.seed or 0
-        self._device = device_of(place)
         self._progress = Progress()
         self._open: list[Evaluator | BatchLoader] = []
 
@@ -82,7 +68,7 @@ class Training:
         Raises Interrupted, on all ranks and after a checkpoint, when `place.stopping()`; ItemError if the loss is not
         finite.
         """
-        self._since = self._began = time.monotonic()
+        self._since = time.monotonic()
         init_process_group(self._place)
         try:
             with torch_settings(self._settings):
@@ -96,7 +82,7 @@ class Training:
     # Set-up
 
     def _set_up(self) -> None:
-        settings, place, device, progress = self._settings, self._place, self._device, self._progress
+        settings, place, progress = self._settings, self._place, self._progress
         self._splits = Splits(self._user, self._seed, place)
         states.seed_everything(self._seed)
         model = self._user.model()
@@ -104,10 +90,11 @@ class Training:
         model.train()  # from_pretrained() returns models in evaluation mode
         self._n_parameters = n_parameters(model.parameters())
         self._strategy = Strategy(self._user, model, settings, place)
+        device = self._strategy.device
         checkpoints = Checkpoints(self._folder, place, settings.keep_checkpoints)
-        checkpoint, found = self._checkpoint_to_resume(checkpoints)
+        checkpoint, found = checkpoint_to_resume(checkpoints, self._version)
         if checkpoint:
-            with self._with_advice(found):
+            with advising_on(found, self._version):
                 self._splits.check_unchanged(found["sizes"])
         self._batch_size = self._choose_batch_size(found.get("batch_size"))
         self._step_plan = plan_steps(len(self._splits.train), self._batch_size, settings, place)
@@ -144,7 +131,7 @@ class Training:
         )
         has_random = False
         if checkpoint:
-            with self._with_advice(found):
+            with advising_on(found, self._version):
                 has_random = self._state.load(checkpoint, found)
             progress.resumed += 1
             self._reporter.resumed()
@@ -152,40 +139,6 @@ class Training:
             self._best.clear()
         if not has_random:
             states.seed_everything(derive_seed(self._seed, progress.step, place.rank))
-
-    def _checkpoint_to_resume(self, checkpoints: Checkpoints) -> tuple[Checkpoint | None, dict[str, Any]]:
-        """The checkpoint to continue from, and its `shared` state; None and {} to train from the start."""
-        checkpoint, version = checkpoints.last(), self._version
-        if checkpoint is None:
-            return None, {}
-        found = checkpoint.shared()
-        codes = found["code"], version.code
-        if version.code is None or codes[0] == version.code:
-            return checkpoint, found
-        if version.is_again:
-            if self._place.is_rank_zero:
-                log.info("training from the start: the checkpoint was made by code %s, the code is %s now", *codes)
-            checkpoints.clear()
-            return None, {}
-        if self._place.is_rank_zero:
-            log.warning("continuing with changed code: the checkpoint was made by code %s, the code is %s now", *codes)
-        return checkpoint, found
-
-    @contextmanager
-    def _with_advice(self, found: Mapping[str, Any]) -> Iterator[None]:
-        """Add advice to the error for a checkpoint that does not fit the class."""
-        try:
-            yield
-        except CheckpointMismatchError as error:
-            former = found["code"]
-            advice = error.advice
-            if former not in (None, self._version.code):
-                advice = (
-                    f"The checkpoint was made by code {former}. To continue with that code: `slurmgpu resubmit "
-                    f"--failed --code {former}`. To train from the start with the changed code: `slurmgpu resubmit "
-                    "--failed`."
-                )
-            raise SlurmGPUError(f"{error} {advice}") from error
 
     def _choose_batch_size(self, before: int | None) -> int:
         if self._settings.batch_size != AUTO:
@@ -208,14 +161,14 @@ class Training:
         progress = self._progress
         measured = self._validation.names() if self._validation else []
         self._monitor.choose_metric(["train_loss", *measured])  # before the first epoch, not after it
-        progress.start_s += time.monotonic() - self._began
+        progress.start_s += time.monotonic() - self._since  # no lap has ended yet
         at_end = progress.step > 0 and progress.sample == 0
         if self._evaluation_is_due(at_end):  # it was interrupted
             self._end_step(at_end)
         sampler = TrainBatchSampler(self._step_plan, self._seed, progress.position, progress.step)
-        self._loader = BatchLoader(self._splits.train, sampler, self._settings, self._device)
-        self._open.append(self._loader)
-        self._batches = self._loader.read()
+        loader = BatchLoader(self._splits.train, sampler, self._settings, self._strategy.device)
+        self._open.append(loader)
+        self._step_batches = StepBatches(loader, self._loss_weights, self._meter)
         self._sync.restart_clock()
         self._reporter.restart_clock()
         for step in self._step_plan.remaining(progress.position, progress.step):
@@ -228,7 +181,7 @@ class Training:
         progress, scaler = self._progress, self._stepper.scaler
         self._stepper.prepare(progress.position, progress.step)
         with self._meter.step(samples=sum(each.n for each in step.micro_batches)):
-            for each, batch, factor in self._read(step):
+            for each, batch, factor in self._step_batches.of(step):
                 self._strategy.first_pass(batch)
                 self._counter.count(batch, each)
                 with self._strategy.gradient_sync(each is step.micro_batches[-1]):
@@ -240,23 +193,6 @@ class Training:
         progress.epoch, progress.sample = step.after
         progress.samples += step.n
         self._curve.end_step(progress.step, step.n, last=progress.step == self._n_steps)
-
-    def _read(self, step: Step) -> Iterator[tuple[MicroBatch, Any, Any]]:
-        """The micro-batches of a step, each with its batch and the factor of its loss."""
-        if not self._loss_weights:
-            for each in step.micro_batches:
-                with self._meter.data():
-                    batch = self._loader.moved(next(self._batches))
-                yield each, batch, each.weight
-            return
-        # Read all of them first: their weights in the step depend on all processes.
-        with self._meter.data():
-            batches = [next(self._batches) for _ in step.micro_batches]
-        factors = self._loss_weights.factors(step, batches)
-        for each, factor in zip(step.micro_batches, factors, strict=True):
-            with self._meter.data():
-                batch = self._loader.moved(batches.pop(0))
-            yield each, batch, factor
 
     def _end_step(self, epoch_ends: bool) -> None:
         """Evaluate if due, and follow rank 0's decisions."""

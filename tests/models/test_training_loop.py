@@ -20,10 +20,11 @@ from slurmgpu.training.batch_size import fit_batch_size  # noqa: E402
 from slurmgpu.training.batches import Position, StepPlan  # noqa: E402
 from slurmgpu.training.blocks import find_blocks  # noqa: E402
 from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
-from slurmgpu.training.loop import UNKNOWN, Training, Version  # noqa: E402
+from slurmgpu.training.loop import Training  # noqa: E402
 from slurmgpu.training.metric_monitor import MetricMonitor  # noqa: E402
 from slurmgpu.training.optimizer import lr_factor, make_optimizer  # noqa: E402
 from slurmgpu.training.ranks import Place  # noqa: E402
+from slurmgpu.training.resumption import UNKNOWN, Version  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
 from slurmgpu.training.splits import read_split  # noqa: E402
 from slurmgpu.training.states import own_buffers, restored_buffers, share_buffers  # noqa: E402

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from slurmgpu.training.checkpoints import Checkpoints
-from slurmgpu.training.loop import Training, Version
+from slurmgpu.training.loop import Training
 from slurmgpu.training.ranks import Place, on_all_ranks, on_rank_zero
+from slurmgpu.training.resumption import Version
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import seed_everything
 from slurmgpu.training.strategy import init_process_group
