@@ -814,6 +814,7 @@ class Graph:
     """Replays what was done while it was captured; `wrong` changes what that gives."""
 
     wrong = staticmethod(lambda: None)
+    begin = staticmethod(lambda: None)
 
     def replay(self):
         DONE.append("replay")
@@ -844,6 +845,7 @@ def cuda(monkeypatch):
     def graph(made, *, pool, stream, capture_error_mode):
         DONE.append(f"capture in {pool}, {capture_error_mode}")
         made.work = found.work
+        made.begin()
         assert stream.name == "side"
         assert found.sync == [0]
         before, here[0] = here[0], stream
@@ -934,34 +936,84 @@ def refuse_capture():
     raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
-@pytest.mark.parametrize("is_underway", [True, False])
-def test_a_capture_that_fails_leaves_cuda_as_it_was_and_says_why(cuda, monkeypatch, is_underway):
-    """As PyTorch does it: where the capture does not end, the stream and the allocator's pool stay."""
-    runner, frame, calls = cuda_graphs.GraphRunner(CARD, 1e-4, 2e-3), frame_of(2), []
+class Pool:
+    """An allocator's pool for captures, as PyTorch of a version leaves it: `n_used` is how many graphs hold it."""
 
-    def end_pool(index, pool):
-        calls.append(("end", index, pool))
-        if not is_underway:
+    def __init__(self, version, monkeypatch):
+        self.version, self.is_recording, self.n_used = version, False, 0
+        monkeypatch.setattr(torch, "__version__", f"{version}.0")
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
+        for name in ("begin", "ended", "pool", "reset"):
+            monkeypatch.setattr(Graph, name, getattr(self, f"of_{name}"), raising=False)
+
+    def end(self, index, pool):
+        assert (index, pool) == (3, "pool 0")
+        if not self.is_recording:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.is_recording = False
 
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_pool, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args)), raising=False)
-    runs = itertools.count(1)
+    def release(self, index, pool):
+        assert (index, pool) == (3, "pool 0")
+        assert self.n_used > 0, "uc >= 0 INTERNAL ASSERT FAILED"
+        self.n_used -= 1
+
+    def of_begin(self):
+        self.is_recording, self.has_ended = True, False
+        self.n_used += 1
+
+    def of_ended(self, is_rejected):
+        if is_rejected and self.version >= "2.13":
+            self.is_recording = False
+        if is_rejected:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.is_recording, self.has_ended = False, True
+
+    def of_pool(self):
+        if not self.has_ended:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+
+    def of_reset(self):
+        if self.has_ended or self.version >= "2.14":
+            self.n_used -= 1
+
+
+@pytest.mark.parametrize("version", ["2.11", "2.13", "2.14"])
+@pytest.mark.parametrize("is_rejected", [True, False])
+def test_a_capture_that_fails_leaves_cuda_as_it_was_and_says_why(cuda, monkeypatch, version, is_rejected):
+    """As PyTorch does it: where CUDA rejects the graph, the stream stays, and in some versions the allocator's pool."""
+    runner, frame, pool = cuda_graphs.GraphRunner(CARD, 1e-4, 2e-3), frame_of(2), Pool(version, monkeypatch)
+    n_kept, runs = len(cuda_graphs._failed), itertools.count(1)
 
     def work():
         if next(runs) > cuda_graphs.N_WARM_UPS:
             raise ValueError("the model's own error")
 
-    cuda.end = refuse_capture
+    cuda.end = lambda: pool.of_ended(is_rejected)
     with pytest.raises(ValueError, match="the model's own error"):
         runner.run(frame, work)
     assert cuda.here[0].name == "main"
-    assert calls == [("end", 3, "pool 0"), ("release", 3, "pool 0")][: 1 + is_underway]
-    assert runner.n_graphs == 0
-    assert isinstance(cuda_graphs._failed[-1], Graph)
+    assert (pool.is_recording, pool.n_used, runner.n_graphs) == (False, 0, 0)
+    # The allocator for the host's memory still asks the graph of a capture that never ended.
+    assert len(cuda_graphs._failed) - n_kept == (is_rejected and version < "2.13")
+    cuda.end = lambda: pool.of_ended(True)
     with pytest.raises(RuntimeError, match="previous error during capture"):
         runner.run(frame, lambda: None)
     assert cuda.here[0].name == "main"
+    assert (pool.is_recording, pool.n_used) == (False, 0)
+
+
+def test_an_allocator_that_cannot_be_tidied_up_hides_no_error(cuda, monkeypatch, caplog):
+    pool = Pool("2.11", monkeypatch)
+    cuda.end = lambda: pool.of_ended(True)
+
+    def end(index, pool):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        cuda_graphs.GraphRunner(CARD, 1e-4, 2e-3).run(frame_of(2), lambda: None)
+    assert "after a failed capture: CUDA error: unspecified launch failure" in caplog.text
 
 
 def test_a_model_that_waits_for_the_gpu_is_never_captured(cuda):

@@ -213,6 +213,8 @@ class Card(TorchFunctionMode):
                 return 1.0
 
         class Graph:
+            def pool(self) -> None: ...
+            def reset(self) -> None: ...
             def replay(self) -> None:
                 with torch._C.DisableTorchFunction(), torch.inference_mode():
                     for func, args, kwargs, found in self.calls:

@@ -31,7 +31,10 @@ MOST_GRAPHS = 128
 LEAST_REPLAYS = 8
 """After this many replays a graph has saved the time of its capture."""
 _failed: list[Any] = []
-"""Graphs with a failed capture: the allocator's filters for a capture refer to its graph, and some stay until exit."""
+"""Graphs whose capture never ended: the allocator's filters for a capture refer to its graph, and some stay until exit.
+"""
+RESET_FREES = (2, 14)
+"""The first PyTorch whose `CUDAGraph.reset` frees what a capture took that did not end."""
 
 
 def obstacle_to(loaded: Loaded, place: Place, *, has_other: bool = False) -> str | None:
@@ -175,27 +178,32 @@ class GraphRunner:
         except Exception:
             # If ending the capture fails, this thread is still on its stream, and the allocator in its pool.
             torch.cuda.set_stream(here)
-            _failed.append(graph)
-            self._leave_pool()
+            self._abandon(graph)
             if cause is not None:
                 raise cause from None
             raise
 
-    def _leave_pool(self) -> None:
-        """After a failed capture: let the allocator use its usual blocks again, and free the pool.
+    def _abandon(self, graph: Any) -> None:
+        """After a failed capture: let the allocator use its usual blocks again, and free the graph's pool.
 
-        Until PyTorch 2.13 `CUDAGraph.capture_end` does neither if CUDA rejects the graph.
+        If CUDA rejects the graph, `CUDAGraph.capture_end` does the first since PyTorch 2.13, and `reset` the second
+        since 2.14. If only the work failed, the capture ended as usual, and the graph holds the pool until `reset`.
         """
         import torch
 
         index = self._stream.device.index
         try:
-            torch._C._cuda_endAllocateToPool(index, self._pool)
+            try:
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+                _failed.append(graph)
+            except RuntimeError as error:
+                if "not currently recording" not in str(error):
+                    raise
+            if not _has_ended(graph) and _version_of(torch) < RESET_FREES:
+                torch._C._cuda_releasePool(index, self._pool)
+            graph.reset()
         except RuntimeError as error:
-            if "not currently recording" not in str(error):
-                log.warning("after a failed capture: %s", error)
-            return
-        torch._C._cuda_releasePool(index, self._pool)
+            log.warning("after a failed capture: %s", error)
 
     def _forget(self) -> None:
         """Free all graphs, and start a new pool; RuntimeError if they were replayed too few times to be worth it."""
@@ -210,3 +218,16 @@ class GraphRunner:
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self.held_bytes, self._n_replays = 0, 0
+
+
+def _has_ended(graph: Any) -> bool:
+    """Whether the capture of a graph ended as usual."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _version_of(torch: Any) -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
