@@ -22,15 +22,17 @@ Read = list[Item | tuple[int, ItemError]]
 
 @dataclass
 class Taken:
-    """A shard that this task computes, or takes part in: its crash history, and the items to compute.
+    """A shard that this task computes: its crash history, and the items to compute.
 
-    `taken_in` are these items as the computer takes them, once they are read.
+    If it `is_joined`, another task holds it, and this one computes parts of its item. `taken_in` are the items as the
+    computer takes them, once they are read.
     """
 
     shard: int
     history: History
     spans: Spans
     taken_in: TakenIn | None = None
+    is_joined: bool = False
 
 
 @dataclass

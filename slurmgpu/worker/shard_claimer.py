@@ -165,6 +165,11 @@ class Claimer:
                 self._lost.add(shard)
         return shard in self._lost
 
+    def take_idle_s(self) -> float:
+        """Seconds that it waited for what other tasks hold since the last call."""
+        waited, self.idle_s = self.idle_s, 0.0
+        return waited
+
     def _begin(self, shard: int) -> int:
         self._last = shard
         self._lost.discard(shard)

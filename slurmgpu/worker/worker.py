@@ -12,7 +12,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,14 +21,10 @@ from slurmgpu.containers import image_name
 from slurmgpu.errors import Interrupted, WorkerBrokenError
 from slurmgpu.loader.adapted import Adapted
 from slurmgpu.run.claims import Claim
-from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.directory import Run
-from slurmgpu.run.recompute import Spans
 from slurmgpu.run.worker_events import Report
 from slurmgpu.shards.columns import Column, columns_from_json
-from slurmgpu.shards.shard_file import DamagedShardError
 from slurmgpu.util.amounts import count_of
-from slurmgpu.util.atomic_files import once_more_if_full
 from slurmgpu.util.broken_process import says_used_up
 from slurmgpu.util.chance import CHANCE
 from slurmgpu.util.env_info import describe, used
@@ -44,20 +40,15 @@ from slurmgpu.worker.groups import Group
 from slurmgpu.worker.item_reader import ItemReader
 from slurmgpu.worker.loading import device_of, load_together, load_workload, log_outside
 from slurmgpu.worker.logged_values import LoggedValues, noted_number
-from slurmgpu.worker.lookahead import Lookahead, Taken
 from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.preparer import only_for_calls
 from slurmgpu.worker.publisher import ComputedShard, Publisher
-from slurmgpu.worker.shard_claimer import Claimer, Held, is_open, open_shards
+from slurmgpu.worker.shard_claimer import Claimer, is_open
+from slurmgpu.worker.shard_source import ShardSource
 from slurmgpu.worker.unpublished import FEW, Unpublished
 from slurmgpu.workload import TaskContext
 
 log = logging.getLogger("slurmgpu.worker")
-
-AHEAD_S = 2.0
-"""A task claims further shards while it computes one, if none took longer: otherwise other tasks might be idle."""
-READ_AT_ONCE = 1024
-"""The number of items of these shards that are read between two calls, approximately, if the input has an index."""
 
 
 @dataclass
@@ -78,25 +69,22 @@ class Worker:
     end_times: Sequence[float] = ()
     reports_in_threads: bool = False
     _noted: dict[str, float] = field(default_factory=dict)
-    _resume: list[int] = field(default_factory=list)
     _shard: int | None = None
     _parts: Parts | None = None
-    _lookahead: Lookahead | None = None
-    _none_free: bool = False
     _has_looked: bool = False
     _resumes: bool = False
     _takes_one: bool = False
     _used: dict[str, str] = field(default_factory=dict)
     _publisher: Publisher = field(init=False)
+    _source: ShardSource = field(init=False)
 
     def __post_init__(self) -> None:
-        self._resume = list(self.assignment.resume)
         self._deadline = Deadline(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
         given = self.assignment
         claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
         self._logged = LoggedValues(self.report)
         self.report = self._logged.before(self.report)
-        self._claimer = Claimer(self.run, claim, self._report_takeover, held=set(self._resume))
+        self._claimer = Claimer(self.run, claim, self._report_takeover, held=set(given.resume))
         if self.run.plan.parts > 1:
             self._parts = Parts(self.run, claim, given.submission, self._shall_leave_parts)
             self._claimer.joins = self._parts.shard_to_join
@@ -130,13 +118,25 @@ class Worker:
             self._publisher = Publisher(
                 self.run, self.assignment, columns, self.report, self._report_used, self.reports_in_threads
             )
+            self._source = ShardSource(
+                self.run,
+                self._claimer,
+                self.group,
+                self._deadline,
+                self._publisher,
+                self.report,
+                self._publish_held,
+                list(self.assignment.resume),
+                self._resumes,
+            )
             if self._resumes:
                 self.on_resumable()
             self._report_used()
             self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
             computer = self._computer(workload, columns)
-            if workload.prepare is not None and self._is_plain:
-                self._look_ahead_with(computer, reader)
+            looks_ahead = workload.prepare is not None and self._is_plain
+            if looks_ahead:
+                self._source.look_ahead(computer, reader)
                 # 100,000 items make Python look for garbage among the million objects of PyTorch, for 0.2 s in which no
                 # thread starts the GPU's next work. What is loaded stays.
                 gc.freeze()
@@ -148,7 +148,7 @@ class Worker:
                 raise
             finally:
                 computer.close()
-                if self._lookahead is not None:
+                if looks_ahead:
                     gc.unfreeze()
                 self._publisher.close()
             log_outside(plan, self.assignment.code, outside)
@@ -184,8 +184,9 @@ class Worker:
             raise
 
     def _take_and_compute(self, computer: Computer, reader: ItemReader) -> None:
-        for taken in self._shards():
+        for taken in self._source:
             shard = taken.shard
+            self._shard = shard if self.group.leads and not taken.is_joined else None
             began = time.monotonic()
             self._unpublished.begin()
             if self._parts is not None:
@@ -209,7 +210,7 @@ class Worker:
                 log.warning("shard %d: its other items wait until another shard shows whether all items fail", shard)
             self._claimer.draws = self._unpublished.wants_another()
             if not self._claimer.draws:
-                self._publish_all()
+                self._publish_held(weighed=True)
             del computed, taken_in  # frees the rows before the next shard's
 
     @property
@@ -224,93 +225,6 @@ class Worker:
         self._has_looked = True
         return self.assignment.code if is_known else None
 
-    def _look_ahead_with(self, computer: Computer, reader: ItemReader) -> None:
-        """Claim and read further shards while this computer computes, and write the files of the last in a thread."""
-        self._publisher.is_beside = True
-        size = self.run.plan.batch_size  # an index has the place of each batch
-        ahead = self._lookahead = Lookahead(
-            self._claim_ahead,
-            reader.read,
-            computer.take_in,
-            enough_items=2 * size,
-            slice_items=max(2, -(-READ_AT_ONCE // size)) * size if reader.is_indexed else 0,
-        )
-
-        def meanwhile() -> None:
-            # Only once a shard shows that the workload works, and how long one takes.
-            if 0 < self._publisher.slowest_s < AHEAD_S and not (self.stopping.is_set() or self._resume):
-                ahead.go_on()
-
-        computer.meanwhile = meanwhile
-        computer.following = lambda: found[1] if (found := ahead.first()) is not None else ()
-
-    def _claim_ahead(self) -> Taken | None:
-        if self._none_free:  # listed again when this task has nothing else to do
-            return None
-        try:
-            shard = self._claimer.next_free()
-        except OSError as error:
-            log.info("no shard is claimed ahead: %s", error)
-            shard = None
-        if shard is None:
-            self._none_free = True
-            return None
-        self.report({"event": "ahead", "shard": shard})
-        return Taken(shard, read_history(self.run.claims.folder, shard), self._spans(shard))
-
-    def _shards(self) -> Iterator[Taken]:
-        """The shards to compute, with crash history and items; rank 0 finds them and sends them to the others."""
-        while True:
-            if (ahead := self._next_ahead()) is not None:
-                self._begin(ahead.shard)
-                yield ahead
-                continue
-            found = None
-            if self.group.leads and (taken := self.next_shard()) is not None:
-                shard = taken.shard if isinstance(taken, Held) else taken
-                if isinstance(taken, Held):
-                    index = self.run.plan.indices(*self.run.plan.bounds(shard))[0]
-                    self._shard = None
-                    self._tell(f"computing parts of item {index}")
-                    log.info("shard %d: parts of item %d, whose shard another task holds", shard, index)
-                else:
-                    self._begin(shard)
-                # Read by rank 0 only: a network file system may show ranks different files.
-                found = shard, vars(read_history(self.run.claims.folder, shard)), self._spans(shard)
-            found = self.group.broadcast(found)
-            if found is None:
-                return
-            yield Taken(found[0], History.from_json(found[1]), found[2])
-
-    def _begin(self, shard: int) -> None:
-        enable_own_loggers()
-        indices = self.run.plan.indices(*self.run.plan.bounds(shard))
-        self._shard = shard
-        self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
-        log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
-
-    def _next_ahead(self) -> Taken | None:
-        """The next shard of those claimed ahead; if the task has to end, all of them are given back."""
-        if self._lookahead is None or (taken := self._lookahead.pop()) is None:
-            return None
-        if not self._deadline.over(1.1 * self._publisher.slowest_s):
-            return taken
-        found: Taken | None = taken
-        while found is not None:
-            self._give_back(found.shard)
-            found = self._lookahead.pop()
-        return None
-
-    def _spans(self, shard: int) -> Spans:
-        """The items of a shard to compute; all of them if the rows of the former revision cannot be read."""
-        if revision := self.run.revision_to_make(shard):
-            try:
-                self._publisher.read_former(shard, revision)
-            except DamagedShardError as error:
-                log.warning("all items of shard %d are recomputed: %s", shard, error)
-                return [self.run.plan.bounds(shard)]
-        return self.run.items_of(shard)
-
     def _agree(self, failure: Failure | None) -> Failure | None:
         """How a call of the workload ended for the whole group."""
         if failure is None and self.group.world_size == 1:
@@ -319,7 +233,7 @@ class Worker:
         is_asked = has_left or (self.group.leads and self._shall_leave())
         return settle_together(failure, self.group, is_asked=is_asked)
 
-    def _publish_all(self, *, weighed: bool = True) -> bool:
+    def _publish_held(self, weighed: bool) -> bool:
         """Publish the shards that are held back, see `Unpublished.take`.
 
         Shards of which only a sample was computed are given back; True if there were any. Without `weighed`, as when
@@ -329,45 +243,19 @@ class Worker:
         self._logged.flush()  # this process may be killed once their files are there
         for one in shards:
             if one.computed.is_sample:
-                self._give_back(one.shard)
+                self._source.give_back(one.shard)
             else:
                 self._publisher.begin(one)
         return any(one.computed.is_sample for one in shards)
-
-    def _give_back(self, shard: int) -> None:
-        self._claimer.give_back(shard)
-        self.report({"event": "skipped", "shard": shard})
 
     def _is_joined(self, shard: int) -> bool:
         """Whether another task holds the shard and publishes it; an event then says what this task computed of it."""
         if self._parts is None or self._shard == shard:
             return False
         self._claimer.idle_s += self._parts.waited_s
-        self.report({"event": "joined", "seconds": self._parts.computed_s, "idle_s": self._idle_s()})
+        self.report({"event": "joined", "seconds": self._parts.computed_s, "idle_s": self._claimer.take_idle_s()})
         log.info("shard %d: computed parts for %.1f s", shard, self._parts.computed_s)
         return True
-
-    def next_shard(self) -> int | Held | None:
-        """The next shard, claimed or to join; None, after an event with the reason, when the work is done."""
-        self._publisher.end()  # a shard is complete only when it is published
-        self._none_free = False
-        # A resumable item need not be finished here.
-        over = self._deadline.over(0.0 if self._resumes else 1.1 * self._publisher.slowest_s)
-        while self._resume and not (over and self._resumes):
-            shard = self._resume.pop(0)
-            if self._claimer.is_still_own(shard):
-                return shard
-            log.info("shard %d: published, parked or taken over since it was claimed", shard)
-            self.report({"event": "skipped", "shard": shard})
-        found = over or once_more_if_full(self._claimer.next)
-        if isinstance(found, int | Held):
-            return found
-        if self._publish_all(weighed=self._deadline.over() is None):
-            return self.next_shard()
-        if over is not None and not open_shards(self.run):
-            found = "complete"  # no shard is left that would need more time
-        self.report({"event": "done", "reason": found, "idle_s": self._idle_s()})
-        return None
 
     def _tell(self, text: str) -> None:
         self.report({"event": "tell", "text": str(text)})
@@ -382,11 +270,6 @@ class Worker:
         while (left := until - time.monotonic()) > 0 and not self._deadline.over(left):
             self.stopping.wait(min(left, 1.0))
         return not self._deadline.over()
-
-    def _idle_s(self) -> float:
-        """Seconds that it waited for what other tasks hold since the last call."""
-        waited, self._claimer.idle_s = self._claimer.idle_s, 0.0
-        return waited
 
     def _shall_leave(self) -> bool:
         """Whether a resumable workload shall leave the present item, since others do or will compute it."""
@@ -412,14 +295,9 @@ class Worker:
             self._logged.item = indices[0]
         if self._shard is not None:  # of a joined shard, its holder tells
             self._publisher.end(waits=False)
-            prepared = None if ahead is None else (self._shard_of(ahead, self._shard), ahead)
+            prepared = None if ahead is None else (self._source.shard_of(ahead, self._shard), ahead)
             self.report({"event": "batch", "items": indices, "isolated": isolated, "ahead": prepared})
         self.group.gather()  # no rank begins, and may die of an item, before rank 0 has reported the batch
-
-    def _shard_of(self, index: int, present: int) -> int:
-        """The shard of an item that is prepared ahead: the present one, or the next."""
-        found = self._lookahead.first() if self._lookahead is not None else None
-        return found[0] if found is not None and found[1][0].index == index else present
 
     def _load(self) -> Adapted:
         given, group = self.assignment, self.group

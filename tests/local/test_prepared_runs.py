@@ -17,7 +17,7 @@ import pytest
 import slurmgpu
 from slurmgpu import Merged
 from slurmgpu.run.directory import Run
-from slurmgpu.worker import publisher, worker
+from slurmgpu.worker import publisher, shard_source
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.publisher import Publisher
 from slurmgpu.worker.worker import Worker
@@ -150,7 +150,7 @@ def test_a_shard_that_is_published_while_the_next_is_computed_is_reported_at_onc
 
     original = publisher.publish
     monkeypatch.setattr(publisher, "publish", in_the_next_call)
-    monkeypatch.setattr(worker, "AHEAD_S", math.inf)
+    monkeypatch.setattr(shard_source, "AHEAD_S", math.inf)
     Worker(Run.open(folder / "run"), Assignment("job_0", "job_0.0"), report, reports_in_threads=True).work()
     assert (folder / "seen").exists()
     assert reported == [(shard, 4, {}) for shard in range(10)]
@@ -179,7 +179,7 @@ def test_a_shard_that_is_published_while_the_next_ends_the_task_is_not_lost(proj
     original, original_end = publisher.publish, Publisher.end
     monkeypatch.setattr(publisher, "publish", once_it_is_awaited)
     monkeypatch.setattr(Publisher, "end", end)
-    monkeypatch.setattr(worker, "AHEAD_S", math.inf)
+    monkeypatch.setattr(shard_source, "AHEAD_S", math.inf)
     with pytest.raises(WorkerFailedError, match="no GPU"):
         Worker(run, Assignment("job_0", "job_0.0"), lambda event: None).work()
     found = run.published()
