@@ -165,6 +165,7 @@ class Replay:
     failed: dict[Destination, str] = field(default_factory=dict)
     points: Points = field(init=False)
     _open: dict[tuple[Destination, int], _Open] = field(default_factory=dict)
+    _closed_early: set[tuple[Destination, int]] = field(default_factory=set)
     _sent: dict[tuple[Destination, int], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -207,28 +208,32 @@ class Replay:
     def _send(self, destination: Destination, item: int, *, final: bool) -> None:
         key = destination, item
         last, n_sent = self._sent.get(key, (None, 0))
-        if last is not None and next(self.points.steps(item, last, final=final), None) is None:
+        has_news = last is None or next(self.points.steps(item, last, final=final), None) is not None
+        if not has_news and not (final and key in self._closed_early):
             return
         opened = self._opened(destination, item)
         for step, values, time in self.points.steps(item, opened.last, final=final):
             opened.tracker.log(step, values, time)
             opened.last = step
-            n_sent += 1
+            n_sent += last is None or step > last
         self._sent[key] = opened.last, n_sent
         self.points.passed[item] = max(opened.last, self.points.passed.get(item, -1))
         if final:
             self._close(destination, item, finished=True)
 
     def _opened(self, destination: Destination, item: int) -> _Open:
-        if (found := self._open.get((destination, item))) is not None:
+        if (found := self._open.pop((destination, item), None)) is not None:
+            self._open[destination, item] = found  # the last: the first has been idle for longest
             return found
         of_this = [key for key in self._open if key[0] == destination]
         if len(of_this) >= MOST_OPEN:
             self._close(*of_this[0], finished=False)
+            self._closed_early.add(of_this[0])
         tracker: Tracker = TRACKERS.make(destination.tracker)
         last = tracker.open(destination.where, self._tracked(item))
+        # One that has been closed may not tell yet what it has. One without any step begins anew: wandb offline.
         former, _ = self._sent.get((destination, item), (-1, 0))
-        self._open[destination, item] = found = _Open(tracker, max(last, former))
+        self._open[destination, item] = found = _Open(tracker, max(last, former) if last >= 0 else -1)
         return found
 
     def _close(self, destination: Destination, item: int, *, finished: bool) -> None:

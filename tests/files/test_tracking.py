@@ -292,6 +292,37 @@ def test_a_tracker_that_fails_keeps_nothing_from_another_one(tmp_path, tracker):
     assert "kept:here failed with ConnectionError: no route. The run keeps all logged values" in replay.failed[KEPT]
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_run_that_made_room_for_others_gets_all_its_steps_and_its_end(tmp_path, tracker, monkeypatch, keeps):
+    monkeypatch.setattr("slurmgpu.trackers.replay.MOST_OPEN", 2)
+    run, names = unstarted_run(tmp_path), [f"run/{item:05d}" for item in range(4)]
+    replay, writer = Replay(run, [KEPT]), attempt(run, "a")
+    begin = tracker.open
+
+    def begin_anew(self, where, about):  # as wandb does without a network
+        tracker.kept.pop(about.name, None)
+        return begin(self, where, about)
+
+    if not keeps:
+        monkeypatch.setattr(tracker, "open", begin_anew)
+    record = {**new_record(Attempt("a", 0, submission=1), "n1", 1, [], 1.0), "ended": 2.0}  # so nothing is held back
+    write_bytes(run.tasks / f"{record['attempt']}.json", json.dumps(record).encode())
+    for step, items in enumerate(([0, 1], [0, 2, 3])):
+        writer.write([(1.0 + step, item, step, {"loss": step}) for item in items])
+        replay.look(final=False)
+    assert tracker.closed == [(names[1], False), (names[0], False)]
+    replay.look(final=True)
+    [sent] = replay.close(finished=True)
+    assert sorted(name for name, finished in tracker.closed if finished) == names
+    assert {name: [step for step, _ in tracker.kept[name]] for name in names} == {
+        names[0]: [0, 1],
+        names[1]: [0],
+        names[2]: [1],
+        names[3]: [1],
+    }
+    assert (sent.n_runs, sent.n_steps) == (4, 5)
+
+
 def scalars(folder):
     """By the folder of a run of TensorBoard, (step, tag, value) in the order of its event files."""
     found = {}
