@@ -57,7 +57,8 @@ def _is_number(value: Any) -> bool:
 
 def _are_same(one: Numbers, other: Numbers, tolerance: float) -> bool:
     if one.dtype.kind not in "iufc" or other.dtype.kind not in "iufc":
-        return bool(np.asarray(one == other).all())
+        is_comparable = one.dtype.kind == other.dtype.kind or not one.size
+        return is_comparable and bool(np.asarray(one == other).all())
     if one.dtype == other.dtype and np.array_equal(one, other):
         return True
     if not (_are_exact_as_floats(one) and _are_exact_as_floats(other)):

@@ -77,6 +77,7 @@ def test_rows_that_differ_are_named_with_both_values(slurmgpu, tmp_path, one):
     assert found["differences"][2]["columns"] == {"error": ["item 7 is too dark", "item 7 fell over"]}
     assert found["differences"][4]["columns"]["id"] == ["q12", None]
     assert (found["a"]["n_failed"], found["b"]["n_failed"]) == (2, 3)
+    assert [each.a_index for each in package.compare(one, other, n_examples=2).differences] == [3, 4]
     near = package.compare(one, other, tolerance=1e-6, columns=["score"])
     assert [each.a_index for each in near.differences] == [4, 12]
     text = slurmgpu("compare", one, other, "-n", "1", expect=1).stdout
@@ -123,7 +124,10 @@ def test_columns_that_one_side_lacks_make_no_difference_where_others_are_asked_f
     rows = [each if isinstance(each, str) else {"id": each["id"]} for each in map(row, range(N_ITEMS))]
     other = published_run(tmp_path / "other", {"id": Text()}, rows)
     assert package.compare(one, other.folder, columns=["id"]).equal
-    assert not package.compare(one, other.folder).equal
+    for sides in ((one, other.folder), (other.folder, one)):
+        found = package.compare(*sides)
+        assert not found.equal
+        assert {*map(tuple, (found.a.only_columns, found.b.only_columns))} == {("score", "parts", "told"), ()}
 
 
 def test_damaged_shards_of_each_side_are_named(tmp_path, one):
@@ -195,6 +199,8 @@ def test_a_damaged_file_is_refused_and_a_missing_one_too(tmp_path, one):
         (np.array([math.inf]), np.array([1.0]), 1, False),
         (np.array([b"a"]), np.array([b"b"]), 1, False),
         (np.array([True]), np.array([False]), 1, False),
+        (np.array([True]), np.array([1]), 1, False),
+        (np.array([], bool), np.array([], int), 0, True),
         (2**53 + 1, 2.0**53, 0, False),
         (2**60, 2**60 + 1, 1e-20, False),
         (2**60, 2.0**60 + 256, 1e-15, True),

@@ -10,16 +10,20 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from slurmgpu.cli.commands import track
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks
+from slurmgpu.merge.merge import merge
 from slurmgpu.plan.run_file import TrackTable, parse_table
 from slurmgpu.plan.trackers import TRACKERS, Destination, parse_destination
+from slurmgpu.report.report_file import report_path
 from slurmgpu.run.metric_log import MetricReader, MetricWriter
 from slurmgpu.run.records import Attempt, new_record
+from slurmgpu.shards.columns import Array
 from slurmgpu.trackers.interface import Tracker
 from slurmgpu.trackers.replay import Replay
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.worker.logged_values import BURST, RATE, LoggedValues
 from tests.support.clocks import Clock
 from tests.support.pretend_runs import pretend_run
+from tests.support.published_runs import published_run
 
 
 @pytest.fixture
@@ -151,7 +155,7 @@ def test_lines_that_cannot_be_what_was_logged_cost_themselves_alone(tmp_path, tr
 @pytest.fixture
 def tracker(monkeypatch):
     """What a tracker that keeps all in this process has: by the name of its run, (step, values)."""
-    kept, closed, about = {}, [], {}
+    kept, closed, about, summaries = {}, [], {}, {}
 
     class Kept(Tracker):
         name = "kept"
@@ -169,9 +173,10 @@ def tracker(monkeypatch):
 
         def close(self, summary, *, finished):
             closed.append((self.run.name, finished))
+            summaries[self.run.name] = summary
 
     monkeypatch.setitem(TRACKERS.imported, "kept", Kept)
-    Kept.kept, Kept.closed, Kept.about = kept, closed, about
+    Kept.kept, Kept.closed, Kept.about, Kept.summaries = kept, closed, about, summaries
     return Kept
 
 
@@ -321,6 +326,18 @@ def test_a_run_that_made_room_for_others_gets_all_its_steps_and_its_end(tmp_path
         names[3]: [1],
     }
     assert (sent.n_runs, sent.n_steps) == (4, 5)
+
+
+def test_the_numbers_of_the_reports_summary_go_to_the_run_as_a_whole(tmp_path, tracker):
+    run = published_run(tmp_path / "run", {"n": Array("int64")}, [{"n": 1}, "it failed", {"n": 3}])
+    summary = {"accuracy": 0.5, "is": True, "by": {"cat": {"n": 3, "as": "a"}}}
+    report_path(run).write_text(json.dumps({**merge(run), "summary": summary}))
+    attempt(run, "a").write([(1.0, item, 1, {"loss": 0.5}) for item in (None, 2)])
+    replay = Replay(run, [KEPT])
+    replay.look(final=True)
+    replay.close(finished=True)
+    sent = {"n_rows": 3, "n_errors": 1, "accuracy": 0.5, "by/cat/n": 3}
+    assert tracker.summaries == {run.name: sent, f"{run.name}/00002": {}}
 
 
 def scalars(folder):

@@ -148,6 +148,8 @@ def test_the_range_covers_the_mean_as_often_as_it_says():
         ([2.0, 18.0], 2.0, 18.0),
         ([10.0] * 50, 9.5, 10.5),
         ([4.0, 10.0, 10.0, 16.0], 4.0, 10 + 3.18 * 24**0.5 / 2),
+        ([8.0, 12.0] * 9, 10 - 2.11 * 2 / 17**0.5, 10 + 2.11 * 2 / 17**0.5),
+        ([8.0, 12.0] * 10, 10 - 2.0 * 2 / 19**0.5, 10 + 2.0 * 2 / 19**0.5),
     ],
 )
 def test_the_fewer_the_batches_the_wider_the_range_and_even_of_many_alike_it_is_one(batch_s, low, high):
@@ -162,6 +164,8 @@ def test_the_end_of_a_run_may_wait_for_a_shard_of_the_slowest_batches():
 def test_of_few_batches_it_is_said_how_many_would_do(n_batches, said):
     found = foretold(observed(batch_s=[10.0] * n_batches, n_batches=n_batches))
     assert found["notes"] == [f"{said} little of the spread: probe 128 items for a range that can be relied on."]
+    small = foretold(observed(batch_s=[10.0] * n_batches, n_batches=n_batches, n_items=16), n_shards=3)
+    assert ": probe 20 items" in small["notes"][-1]  # a half of the run
 
 
 @pytest.mark.parametrize(
@@ -191,7 +195,11 @@ def test_each_further_walltime_of_a_slot_pays_for_another_start():
     ("seen", "asked", "said"),
     [
         (observed(), {"time": "00:03:00", "n_tasks": 10}, "--tasks 20"),
-        (observed(batch_s=[80.0, 80.0, 80.0]), {"time": "00:03:00"}, "No shard of 80 s fits the walltime of 3 min"),
+        (
+            observed(batch_s=[80.0, 80.0, 80.0]),
+            {"time": "00:03:00"},
+            "the walltime of 3 min: set a longer time under [slurm].",
+        ),
         (observed(batch_s=[7.0, 10.0, 13.0]), {"time": "00:03:50", "n_tasks": 10}, "may be too short"),
         (observed(n_errors=3), {}, "3 of 48 items of the probe failed"),
         (observed(gpu_peak_bytes=79 * 10**9, gpu_total_bytes=85 * 10**9), {}, "GPU memory is nearly full: 79 GB"),
@@ -201,6 +209,13 @@ def test_each_further_walltime_of_a_slot_pays_for_another_start():
 )
 def test_what_will_not_work_is_noted(seen, asked, said):
     assert any(said in note for note in foretold(seen, **asked)["notes"])
+
+
+@pytest.mark.parametrize(
+    "seen", [{"gpu_peak_bytes": 7 * 10**10, "gpu_total_bytes": 8 * 10**10}, {"host_total_bytes": 10**10}]
+)
+def test_memory_with_room_and_memory_that_is_not_known_are_not_noted(seen):
+    assert foretold(observed(**seen))["notes"] == []
 
 
 @pytest.mark.parametrize(
