@@ -39,9 +39,10 @@ from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.json_values import is_utf8
+from slurmgpu.util.own_files import read_own
 from slurmgpu.util.packages import own_python_path
 from slurmgpu.util.redact import hidden
-from slurmgpu.util.shared_files import UnusableFileError, read_own, retried
+from slurmgpu.util.shared_files import UnusableFileError, retried
 
 PICKLE = "function.pkl"
 SOURCE = "function.py"

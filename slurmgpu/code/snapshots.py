@@ -24,7 +24,8 @@ from slurmgpu.run.owners import is_trusted
 from slurmgpu.run.submissions import Code, CodeAbout, SubmissionLine
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.hashing import DIGITS
-from slurmgpu.util.shared_files import OTHERS_WRITE, exists, list_entries, make_folder, read_bytes, replace, retried
+from slurmgpu.util.own_files import OTHERS_WRITE
+from slurmgpu.util.shared_files import exists, list_entries, make_folder, read_bytes, replace, retried
 from slurmgpu.util.users import name_in_words
 
 SNAPSHOT_FORMAT = "slurmgpu code"

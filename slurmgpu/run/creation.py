@@ -17,17 +17,8 @@ from slurmgpu.run import private
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
-from slurmgpu.util.shared_files import (
-    OTHERS_WRITE,
-    exists,
-    is_folder,
-    list_names,
-    make_folder,
-    move,
-    replace,
-    retried,
-    status_of,
-)
+from slurmgpu.util.own_files import OTHERS_WRITE
+from slurmgpu.util.shared_files import exists, is_folder, list_names, make_folder, move, replace, retried, status_of
 
 
 def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import users
+from slurmgpu.util.own_files import OTHERS_WRITE, is_own, why_not_own
 from slurmgpu.util.process_wide import own_umask
-from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried, why_not_own
+from slurmgpu.util.shared_files import exists, may, retried
 from slurmgpu.util.users import name_in_words, resolved
 
 if TYPE_CHECKING:

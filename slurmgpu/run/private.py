@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.own_files import read_own
 from slurmgpu.util.redact import HIDDEN, hidden
-from slurmgpu.util.shared_files import read_own
 
 log = logging.getLogger(__name__)
 

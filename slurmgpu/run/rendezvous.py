@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.util.atomic_files import fsync_dir
-from slurmgpu.util.shared_files import read_own
+from slurmgpu.util.own_files import read_own
 
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}
 """A node without power sends nothing: it is taken for dead after 45 s."""

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from slurmgpu.util.shared_files import why_not_own
+from slurmgpu.util.own_files import why_not_own
 
 
 def take_folder() -> str | None:

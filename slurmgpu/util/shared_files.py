@@ -45,7 +45,6 @@ _NO_OTHER_GROUP = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, e
 """EINVAL: a user namespace, such as a container's, does not have the group."""
 PATIENCE_S = 60.0
 """How long an operation is retried by default: NFS clients use a cached answer no longer than that."""
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 BRIEF_PATIENCE_S = 5.0
 """How long it is retried if a user waits at a terminal, or if a file that cannot be read is left out."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
@@ -162,21 +161,14 @@ def read_bytes(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, pat
     return retried(lambda: _read(path, max_bytes), patience_s)[0]
 
 
-def read_with_status(path: os.PathLike[str] | str) -> tuple[bytes, os.stat_result]:
+def read_with_status(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES) -> tuple[bytes, os.stat_result]:
     """The content of a regular file as by `read_bytes`, and its status, with its owner and mode."""
-    return retried(lambda: _read(path, MANY_BYTES))
+    return retried(lambda: _read(path, max_bytes))
 
 
-def read_own(path: os.PathLike[str] | str, *, max_bytes: int) -> bytes:
-    """The content of a regular file that only this user or root can have written; else UnusableFileError."""
-    return retried(lambda: _read(path, max_bytes, own=True))[0]
-
-
-def _read(path: os.PathLike[str] | str, max_bytes: int, own: bool = False) -> tuple[bytes, os.stat_result]:
+def _read(path: os.PathLike[str] | str, max_bytes: int) -> tuple[bytes, os.stat_result]:
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
-        if own and (why_not := why_not_own(status, Path(path).parent)):
-            raise UnusableFileError(path, why_not)
         size = status.st_size
         if size > max_bytes:
             raise UnusableFileError(path, f"it has {size:,} bytes; at most {max_bytes:,} are plausible")
@@ -188,34 +180,13 @@ def _read(path: os.PathLike[str] | str, max_bytes: int, own: bool = False) -> tu
         return content, status
 
 
-def why_not_own(status: os.stat_result, folder: Path) -> str | None:
-    """Why another user may have written a file in a folder; None if only this user or root can have."""
-    if not is_own(status.st_uid, folder):
-        return f"it is owned by the user with uid {status.st_uid}, not by you"
-    # The mode of a link says nothing. With an ACL the group's bits are the mask, which limits what it grants.
-    if status.st_mode & OTHERS_WRITE and not stat.S_ISLNK(status.st_mode):
-        return f"users other than its owner may write it (mode {stat.S_IMODE(status.st_mode):04o})"
-    return None
-
-
-def is_own(uid: int, folder: Path) -> bool:
-    """Whether a file in a folder with this owner uid belongs to this user or root."""
-    return uid in (os.geteuid(), 0) or uid == _uid_in(folder)
-
-
-def _uid_in(folder: Path) -> int | None:
-    """The owner of files that this user creates in a folder, which a file server may map; None if unknown."""
-    made = _status_of_new_file(folder)
-    return None if made is None else made.st_uid
-
-
 def time_in(folder: Path) -> float:
     """The time by the clock that dates the files of a folder, a file server's; this machine's if none can be made."""
-    made = _status_of_new_file(folder)
+    made = status_of_new_file(folder)
     return time.time() if made is None else made.st_mtime
 
 
-def _status_of_new_file(folder: Path) -> os.stat_result | None:
+def status_of_new_file(folder: Path) -> os.stat_result | None:
     """The status of a file that is made in a folder, and removed; None if none can be made."""
     try:
         fd, path = tempfile.mkstemp(prefix=".", suffix=".anew", dir=folder)

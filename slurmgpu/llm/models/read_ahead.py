@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.util.cgroups import memory_left
-from slurmgpu.util.shared_files import UnusableFileError, list_names, why_not_own
+from slurmgpu.util.own_files import why_not_own
+from slurmgpu.util.shared_files import UnusableFileError, list_names
 
 log = logging.getLogger(__name__)
 
