@@ -23,7 +23,7 @@ from slurmgpu.llm.interface.sampling import choose
 from slurmgpu.llm.interface.sampling_rules import Kinds, Rules
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.prompts.encoded import Encoded, Finished
-from slurmgpu.llm.transformers_engine import continuous, continuous_sampling, selfcheck
+from slurmgpu.llm.transformers_engine import continuous, continuous_sampling, continuous_support, selfcheck
 from slurmgpu.llm.transformers_engine.continuous import Needs
 from tests.support.engines import tokens_of
 from tests.support.nightly import by_night
@@ -426,18 +426,18 @@ class OnAGPU:
     ],
 )
 def test_flash_attention_is_what_the_model_takes_of_what_is_installed(monkeypatch, model, found):
-    monkeypatch.setattr(continuous, "_installed", lambda _: iter(["flash_attention_3", "flash_attention_2"]))
+    monkeypatch.setattr(continuous_support, "_installed", lambda _: iter(["flash_attention_3", "flash_attention_2"]))
     own = model.config._attn_implementation
-    assert continuous.flash_attention(model) == found
+    assert continuous_support.flash_attention(model) == found
     assert model.config._attn_implementation == own
-    reason = continuous.advisable(SimpleNamespace(model=model))
+    reason = continuous_support.advisable(SimpleNamespace(model=model))
     assert reason == (None if found else "flash attention is not installed here, or the model cannot use it")
 
 
 @pytest.mark.parametrize("caps", [True, False])
 def test_flash_attention_alone_caps_scores_in_continuous_batches(monkeypatch, caps):
     """Gemma 2 has such scores; before 5.19 transformers had another function for pages, which did not."""
-    monkeypatch.setattr(continuous, "_installed", lambda _: iter(["flash_attention_2"]))
+    monkeypatch.setattr(continuous_support, "_installed", lambda _: iter(["flash_attention_2"]))
     if not caps:
         monkeypatch.setattr("transformers.modeling_flash_attention_utils._flash_attention_forward", lambda: None)
     model, without = OnAGPU("eager"), OnAGPU("eager", flash_attention_2=ImportError("no kernels"))
@@ -445,16 +445,16 @@ def test_flash_attention_alone_caps_scores_in_continuous_batches(monkeypatch, ca
         capped = SimpleNamespace(model_type="x", attn_logit_softcapping=50.0)
         each.config.get_text_config = lambda capped=capped: capped
     reason = "transformers ignores attn_logit_softcapping of its attention there"
-    assert continuous.available(SimpleNamespace(model=model)) == (None if caps else reason)
-    assert continuous.available(SimpleNamespace(model=without)) == reason
+    assert continuous_support.available(SimpleNamespace(model=model)) == (None if caps else reason)
+    assert continuous_support.available(SimpleNamespace(model=without)) == reason
 
 
 def test_eight_bit_weights_of_bitsandbytes_advise_static_batches(monkeypatch):
-    monkeypatch.setattr(continuous, "_installed", lambda _: iter(["flash_attention_2"]))
+    monkeypatch.setattr(continuous_support, "_installed", lambda _: iter(["flash_attention_2"]))
     model = OnAGPU()
     model.is_loaded_in_8bit = True
     loaded = SimpleNamespace(model=model, context=512)
-    assert "8-bit weights of bitsandbytes" in continuous.advisable(loaded)
+    assert "8-bit weights of bitsandbytes" in continuous_support.advisable(loaded)
     assert continuous.settings(Needs(), 9, loaded, flash=True)["use_cuda_graph"] is False
 
 

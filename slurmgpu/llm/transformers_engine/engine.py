@@ -112,7 +112,8 @@ class TransformersEngine:
         if options.beside is not None:
             log.info("no continuous batching: its cache would take the memory that %s needs", options.beside.name)
             return None
-        from slurmgpu.llm.transformers_engine.continuous import Continuous, advisable, available
+        from slurmgpu.llm.transformers_engine.continuous import Continuous
+        from slurmgpu.llm.transformers_engine.continuous_support import advisable, available
 
         obstacle = None if self._prefill.takes_padding else PADDING
         if options.batching == "continuous":
