@@ -1,4 +1,4 @@
-"""Files that only this user or root can have written."""
+"""Files and folders that only this user, or root, can have written."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def why_not_own(status: os.stat_result, folder: Path) -> str | None:
 def is_own(uid: int, folder: Path) -> bool:
     """Whether a file in a folder with this owner uid belongs to this user or root."""
     return uid in (os.geteuid(), 0) or uid == _uid_in(folder)
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether there is a folder that this user alone may write, on a disk of this machine."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & OTHERS_WRITE
 
 
 def _uid_in(folder: Path) -> int | None:

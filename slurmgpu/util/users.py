@@ -1,10 +1,9 @@
-"""Names, home directories and folders of users on this machine."""
+"""Names and home directories of users on this machine."""
 
 from __future__ import annotations
 
 import os
 import pwd
-import stat
 from pathlib import Path
 
 
@@ -49,12 +48,3 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     Path.resolve raises a RuntimeError then, before Python 3.13.
     """
     return Path(os.path.realpath(expanded(path)))
-
-
-def is_own_folder(path: Path) -> bool:
-    """Whether there is a folder that this user alone may write."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022

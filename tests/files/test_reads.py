@@ -83,7 +83,7 @@ EXCEPTIONS = {
     "executors/detached.py": "pipes, and the log of the process that submits, which is refused without one",
     "executors/here.py": "cancel names the processes that it leaves alone, and may be typed again",
     "util/shared_files.py": "it is what tries again",
-    "util/users.py": "a folder of this node's own disk",
+    "util/own_files.py": "a folder of this node's own disk",
     "run/heartbeats.py": "a beat that fails is followed by the next one",
     "run/rendezvous.py": "a node that does not find its leader looks again",
     "cli/lazy_commands.py": "after an error of the file system: the command itself says what is wrong",

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurmgpu.util.users import is_own_folder
+from slurmgpu.util.own_files import is_own_folder
 
 log = logging.getLogger(__name__)
 

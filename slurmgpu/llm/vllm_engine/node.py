@@ -24,7 +24,7 @@ from typing import TypeVar
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import shared_memory
 from slurmgpu.util.exceptions import message_of
-from slurmgpu.util.users import is_own_folder
+from slurmgpu.util.own_files import is_own_folder
 
 log = logging.getLogger(__name__)
 
