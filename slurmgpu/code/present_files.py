@@ -142,6 +142,16 @@ def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[Sou
 
     Errors are ignored: without permission to write there are no links.
     """
+    here = snapshot.resolve()
+    for folder, original in sorted(_folders_with_files(script, files).items()):
+        with contextlib.suppress(OSError):
+            for path in _entries_to_link(original, here):
+                with contextlib.suppress(FileExistsError):
+                    (snapshot / folder / path.name).symlink_to(path)
+
+
+def _folders_with_files(script: SourceFile, files: Iterable[SourceFile]) -> dict[Path, Path]:
+    """The folders of these files by their name in the snapshot: those above scripts, and those of modules."""
     pairs: dict[Path, Path] = {}
     is_of_base = script.path.endswith(f"{os.sep}{script.name}")
     base = Path(script.path.removesuffix(script.name)) if is_of_base else None
@@ -151,15 +161,17 @@ def _link_what_is_beside(script: SourceFile, snapshot: Path, files: Iterable[Sou
             pairs |= {parent: base / parent for parent in name.parents}
         else:
             pairs |= {name.parents[above]: path.parents[above] for above in range(_depth(file))}
-    here = snapshot.resolve()
-    for folder, original in sorted(pairs.items()):
-        with contextlib.suppress(OSError):
-            with os.scandir(original) as entries:
-                found = [Path(entry.path) for entry in entries if entry.name != "__pycache__"]
-            for path in found if len(found) <= MANY_BESIDE else ():
-                if not here.is_relative_to(resolved(path)):  # a walk that follows links would not end
-                    with contextlib.suppress(FileExistsError):
-                        (snapshot / folder / path.name).symlink_to(path)
+    return pairs
+
+
+def _entries_to_link(folder: Path, snapshot: Path) -> list[Path]:
+    """The entries of a folder; none of them if there are many, and none that leads to the snapshot."""
+    with os.scandir(folder) as entries:
+        found = [Path(entry.path) for entry in entries if entry.name != "__pycache__"]
+    if len(found) > MANY_BESIDE:
+        return []
+    # A walk that follows links would not end.
+    return [path for path in found if not snapshot.is_relative_to(resolved(path))]
 
 
 def _depth(file: SourceFile) -> int:

@@ -178,26 +178,40 @@ def drafted(
         )
         for variant in variants.runs:
             with _naming(variant):
-                since = None
-                if variant.namesake and not replaces and was_submitted(variants.folder / variant.namesake):
-                    run = Run.open(variants.folder / variant.namesake)
-                    if (since := _changed_since(run, source, variant, drafting)) is not None:
-                        variant = replace(variant, name=variant.namesake)
-                folder = variants.folder / variant.name
-                found.append(variant)
-                if since is None and (replaces or not was_submitted(folder)):
-                    draft = drafting(variant.overrides, folder, replaces_look=replaces)
+                existing = None if replaces else _existing(variant, variants.folder, source, drafting)
+                if existing is None:
+                    draft = drafting(variant.overrides, variants.folder / variant.name, replaces_look=replaces)
                     to_submit.append((variant, stack.enter_context(draft)))
+                    found.append(variant)
                     continue
-                there.append(run := Run.open(folder))
-                since = _changed_since(run, source, variant, drafting) if since is None else since
-                if since is None:
-                    raise SlurmGPUError(
-                        f"{folder} holds a run that computes something else. Name another folder with --run-dir or "
-                        f"run_dir, or move that run away."
-                    )
+                known, run, since = existing
+                found.append(known)
+                there.append(run)
                 changed[run.name] = since
         yield Drafts(replace(variants, runs=found), to_submit, there, changed)
+
+
+def _existing(
+    variant: Variant,
+    folder: Path,
+    source: RunFileSource,
+    drafting: Callable[..., contextlib.AbstractContextManager[Draft]],
+) -> tuple[Variant, Run, str] | None:
+    """A run of a sweep under the name of a run in the folder that computes the same, that run, and its changed code.
+
+    None if there is no such run; SlurmGPUError if a run of its name computes something else.
+    """
+    for name in filter(None, (variant.namesake, variant.name)):
+        if was_submitted(folder / name):
+            run = Run.open(folder / name)
+            if (since := _changed_since(run, source, variant, drafting)) is not None:
+                return replace(variant, name=name), run, since
+            if name == variant.name:
+                raise SlurmGPUError(
+                    f"{run.folder} holds a run that computes something else. Name another folder with --run-dir or "
+                    f"run_dir, or move that run away."
+                )
+    return None
 
 
 def _changed_since(

@@ -147,10 +147,9 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
         while True:
             status, has_ended = poller.latest()
             if status is not None:
-                if status is not seen:
-                    seen = status
-                    if on_look is not None:
-                        on_look(status)
+                if status is not seen and on_look is not None:
+                    on_look(status)
+                seen = status
                 if news.is_due(status, always=as_json) or has_ended:
                     _tell(status, as_json)
                 if has_ended:
