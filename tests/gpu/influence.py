@@ -171,7 +171,7 @@ def _large(machine: Machine, n_tests: int, n_train: int, precision: str = "fp32"
     if machine.on_gpu:
         torch.cuda.reset_peak_memory_stats(machine.device)
         before = torch.cuda.memory_allocated(machine.device)
-    seconds = best_of(1, lambda: influences.of(tests), machine.device)
+    seconds = best_of(3, lambda: influences.of(tests), machine.device)
     graph = Graph("", machine.folder, len(train), sizes[0], len(train[:, :2].unique(dim=0)))
     rate, peak = flops(graph, len(tests)) / seconds, _matrix_peak(machine, precision)
     figures = f"{len(tests):,} x {len(train):,}: {seconds:.2f} s, {rate / 1e12:.2f} TFLOP/s, "

@@ -59,7 +59,7 @@ class FewSentences(Sentences):
 class ProfiledSentences(Sentences):
     """The kernels of its last steps are recorded."""
 
-    n_first, n_warm, n_profiled = 6, 2, 12
+    n_first, n_warm, n_profiled = 6, 2, 24
     """Steps before the recorded ones; in the last `n_warm` of them the profiler warms up."""
 
     def __init__(self) -> None:

@@ -234,7 +234,7 @@ def _back(
         by_map = work.take("by_map", n, size * channels)
         torch.mm(by_linear, weight[:, block.start * channels : block.stop * channels], out=by_map)
         active = work.take("active", n_queries, stop - start, columns, channels)
-        active.copy_(maps[:, :, start:stop].permute(0, 2, 3, 1)).sign_()
+        torch.sign(maps[:, :, start:stop].permute(0, 2, 3, 1), out=active)
         by_map *= _rows_of(active.flatten(1), of, work.take("active_of", n, size * channels))
         if by_filters is not None:
             seen = work.take("seen", n, high * wide + 1, size)
@@ -244,7 +244,7 @@ def _back(
             torch.mm(folded, by_map.view(n * size, channels).T, out=by_patch)
             for at, values in enumerate(by_patch.view(high * wide, n, stop - start, columns)):
                 i, j = divmod(at, wide)
-                by_image[:, start + i : stop + i, j : j + columns] += values
+                by_image[:, start + i : stop + i, j : j + columns].add_(values)  # += would copy the slice onto itself
     return by_filters, by_image
 
 
