@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from slurmgpu.errors import Interrupted, ItemError, WorkerBrokenError
@@ -24,10 +23,12 @@ from slurmgpu.util.exceptions import described, message_of, trace_of
 from slurmgpu.util.out_of_memory import free_memory
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import INTERRUPTED, NOT_ASKED, Failure, attempt
+from slurmgpu.worker.computed_shard import Computed, common_failure
 from slurmgpu.worker.first_calls import FirstCalls
 from slurmgpu.worker.item_copies import own_copies
 from slurmgpu.worker.preparer import Preparer
 from slurmgpu.worker.returned_rows import RowConverter, as_list
+from slurmgpu.worker.taken_shard import TakenIn
 from slurmgpu.workload import Item
 
 log = logging.getLogger(__name__)
@@ -37,51 +38,6 @@ PAUSE_S, PAUSE_GROWTH = 2.0, 4.0
 LONGEST_PAUSE_S = 300.0
 """The longest such wait, even if the workload asks for more, because the task holds a GPU meanwhile."""
 _PENDING = Failure("item_error", "not computed")
-
-
-@dataclass
-class TakenIn:
-    """The items of a shard in `batches`, and its `rows` so far: Failures of items that cannot be read or sorted.
-
-    `names` and `kept` are the names and kept fields of items, by index.
-    """
-
-    rows: dict[int, Mapping[str, Any] | Failure] = field(default_factory=dict)
-    batches: list[list[Item]] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
-    kept: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-
-
-@dataclass
-class Computed:
-    """A shard's rows in item order, converted or Failures, and how its batches changed.
-
-    A sample has rows of some items only, which all failed alike. `kept` are the stored values of the fields that failed
-    items keep. `oom_batch` is the batch size that fitted into memory, 0 if it was never short. `noted` are the
-    workload's notes.
-    """
-
-    rows: dict[int, Mapping[str, Any] | Failure]
-    kept: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    is_sample: bool = False
-    oom_batch: int = 0
-    isolated: int = 0
-    noted: Mapping[str, float] = field(default_factory=dict)
-
-    def notes(self) -> dict[str, float]:
-        """The shard's notes: the workload's, and changed batches."""
-        notes = {"oom_batch": self.oom_batch, "isolated_batches": self.isolated}
-        return {**self.noted, **{name: value for name, value in notes.items() if value}}
-
-
-def common_failure(shards: Sequence[Computed]) -> Failure | None:
-    """The failure of all items of these shards, if all raised at the same place."""
-    first: Failure | None = None
-    for row in chain.from_iterable(shard.rows.values() for shard in shards):
-        if not isinstance(row, Failure) or row.way is None or (first is not None and row.way != first.way):
-            return None
-        first = first or row
-    return first
 
 
 class _SampledError(Exception):

@@ -13,7 +13,7 @@ from slurmgpu.run.failures import INPUT, class_of
 from slurmgpu.run.recompute import Spans
 from slurmgpu.util.shared_files import cause_raised, retried
 from slurmgpu.worker.assignment import WorkerFailedError
-from slurmgpu.worker.lookahead import Read
+from slurmgpu.worker.taken_shard import Read
 from slurmgpu.workload import Item
 
 

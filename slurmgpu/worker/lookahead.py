@@ -6,33 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from slurmgpu.errors import ItemError
-from slurmgpu.run.crash_history import History
 from slurmgpu.run.recompute import Spans
 from slurmgpu.worker.assignment import WorkerFailedError
-from slurmgpu.worker.computer import TakenIn
+from slurmgpu.worker.taken_shard import Read, Taken, TakenIn
 from slurmgpu.workload import Item
 
 MOST_AHEAD = 2
 """The most shards that are claimed ahead; some may have only a few failed items to compute."""
-
-Read = list[Item | tuple[int, ItemError]]
-"""Items, an unreadable one as (index, ItemError)."""
-
-
-@dataclass
-class Taken:
-    """A shard that this task computes: its crash history, and the items to compute.
-
-    If it `is_joined`, another task holds it, and this one computes parts of its item. `taken_in` are the items as the
-    computer takes them, once they are read.
-    """
-
-    shard: int
-    history: History
-    spans: Spans
-    taken_in: TakenIn | None = None
-    is_joined: bool = False
 
 
 @dataclass

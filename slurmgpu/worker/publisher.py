@@ -24,7 +24,7 @@ from slurmgpu.util.atomic_files import once_more_if_full
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
-from slurmgpu.worker.computer import Computed
+from slurmgpu.worker.computed_shard import ComputedShard
 from slurmgpu.worker.side_thread import SideThread
 
 log = logging.getLogger("slurmgpu.worker")
@@ -32,20 +32,6 @@ log = logging.getLogger("slurmgpu.worker")
 SYNC_S = 1.0
 """The shortest time between two syncs of the names of published shards, in seconds. A power failure may lose the names
 since the last one; those shards are computed again."""
-
-
-@dataclass(frozen=True)
-class ComputedShard:
-    """A computed shard: when it was `started`, in seconds since the epoch, and how many `seconds` it took.
-
-    `code` is the digest of the code that has computed it, None if that is unknown.
-    """
-
-    shard: int
-    computed: Computed
-    started: float
-    seconds: float
-    code: str | None
 
 
 @dataclass

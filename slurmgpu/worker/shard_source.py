@@ -17,9 +17,10 @@ from slurmgpu.worker.computer import Computer
 from slurmgpu.worker.deadline import Deadline
 from slurmgpu.worker.groups import Group
 from slurmgpu.worker.item_reader import ItemReader
-from slurmgpu.worker.lookahead import Lookahead, Taken
+from slurmgpu.worker.lookahead import Lookahead
 from slurmgpu.worker.publisher import Publisher
 from slurmgpu.worker.shard_claimer import Claimer, Held, open_shards
+from slurmgpu.worker.taken_shard import Taken
 
 log = logging.getLogger("slurmgpu.worker")
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
-from slurmgpu.worker.computer import common_failure
-from slurmgpu.worker.publisher import ComputedShard
+from slurmgpu.worker.computed_shard import ComputedShard, common_failure
 
 FEW, MANY, LONG_S = 8, 100, 60.0
 """The workload is at fault if MANY items failed alike before any was computed, or FEW once that has taken LONG_S: of

@@ -34,6 +34,7 @@ from slurmgpu.util.process_wide import without_full_collections, working_folder
 from slurmgpu.util.shared_files import retried
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import Failure, settle_together
+from slurmgpu.worker.computed_shard import ComputedShard
 from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer
 from slurmgpu.worker.deadline import Deadline
 from slurmgpu.worker.groups import Group
@@ -42,7 +43,7 @@ from slurmgpu.worker.loading import device_of, load_together, load_workload, log
 from slurmgpu.worker.logged_values import LoggedValues, noted_number
 from slurmgpu.worker.parts import Parts
 from slurmgpu.worker.preparer import only_for_calls
-from slurmgpu.worker.publisher import ComputedShard, Publisher
+from slurmgpu.worker.publisher import Publisher
 from slurmgpu.worker.shard_claimer import Claimer, is_open
 from slurmgpu.worker.shard_source import ShardSource
 from slurmgpu.worker.unpublished import FEW, Unpublished

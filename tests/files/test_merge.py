@@ -34,8 +34,8 @@ from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
 from slurmgpu.worker import publisher as publishing
 from slurmgpu.worker.assignment import Assignment
 from slurmgpu.worker.call_failures import Failure
-from slurmgpu.worker.computer import Computed
-from slurmgpu.worker.publisher import ComputedShard, Publisher
+from slurmgpu.worker.computed_shard import Computed, ComputedShard
+from slurmgpu.worker.publisher import Publisher
 from tests.support.failing import put, read_wrongly_once
 from tests.support.runs import planned_run
 from tests.support.shard_files import craft

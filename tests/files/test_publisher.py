@@ -11,8 +11,8 @@ from slurmgpu.shards.shard_file import read_rows
 from slurmgpu.worker import publisher as publishing
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
-from slurmgpu.worker.computer import Computed
-from slurmgpu.worker.publisher import SYNC_S, ComputedShard, Publisher
+from slurmgpu.worker.computed_shard import Computed, ComputedShard
+from slurmgpu.worker.publisher import SYNC_S, Publisher
 from tests.support.runs import planned_run
 
 COLUMNS = {"x": Array("int64"), "given": Json()}

@@ -21,7 +21,8 @@ from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.util.broken_process import NO_FILES
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
-from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, common_failure
+from slurmgpu.worker.computed_shard import common_failure
+from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer
 from slurmgpu.worker.item_copies import own_copies
 from slurmgpu.worker.unpublished import is_enough
 from slurmgpu.workload import Item, Workload

@@ -6,8 +6,8 @@ import pytest
 
 from slurmgpu.run.crash_history import History
 from slurmgpu.worker.assignment import WorkerFailedError
-from slurmgpu.worker.computer import TakenIn
-from slurmgpu.worker.lookahead import Lookahead, Taken
+from slurmgpu.worker.lookahead import Lookahead
+from slurmgpu.worker.taken_shard import Taken, TakenIn
 from slurmgpu.workload import Item
 
 BATCH = 4

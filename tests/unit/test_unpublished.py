@@ -5,8 +5,7 @@ import pytest
 from slurmgpu.worker import unpublished as module
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
-from slurmgpu.worker.computer import Computed
-from slurmgpu.worker.publisher import ComputedShard
+from slurmgpu.worker.computed_shard import Computed, ComputedShard
 from slurmgpu.worker.unpublished import FEW, LONG_S, MANY, Unpublished
 
 ALIKE = Failure("item_error", "ValueError: no model", way=("load.py", "3"))
