@@ -48,7 +48,7 @@ class Reader:
 
     def check_some_files(self) -> None:
         """SlurmGPUError if one of some evenly spread files has changed; `read` checks each file that it reads."""
-        for file in self._spec.files[:: -(-len(self._spec.files) // _N_LOOKED_AT)]:  # an input may have 100,000 files
+        for file in _some_files(self._spec):
             _check_unchanged(file)
 
     def close(self) -> None:
@@ -124,6 +124,21 @@ def open_items(run: Run) -> Iterator[Callable[[Sequence[int]], list[Mapping[str,
             return [data for span in spans_of(places) for data in reader.read(*span)]
 
         yield read
+
+
+def check_input(spec: InputSpec) -> None:
+    """SlurmGPUError if one of the files that a task looks at first has changed since planning.
+
+    A merged file that another run has yet to write is not looked for.
+    """
+    for file in _some_files(spec):
+        if file.size_bytes != PROMISED:
+            _check_unchanged(file)
+
+
+def _some_files(spec: InputSpec) -> tuple[InputFile, ...]:
+    """Some files of the input, evenly spread: it may have 100,000."""
+    return spec.files[:: max(1, -(-len(spec.files) // _N_LOOKED_AT))]
 
 
 def _check_unchanged(file: InputFile) -> None:

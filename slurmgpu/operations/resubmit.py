@@ -16,6 +16,7 @@ from slurmgpu.errors import NothingToSubmitError, SlurmGPUError
 from slurmgpu.executors import live_tasks, resubmission
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome, start
+from slurmgpu.inputs import InputSpec, check_input
 from slurmgpu.merge import merge
 from slurmgpu.plan.container_spec import contain_again
 from slurmgpu.plan.written_keys import edited_notes
@@ -113,6 +114,7 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
         again = former.with_rows_of_others(run, again, taken["digest"])
         if not missing and not again.shards:
             raise NothingToSubmitError(f"{run.folder} has every shard, and the current code computed all rows.")
+    check_input(InputSpec.from_json(run.input))
     submission, notes = resubmission.next_submission(
         run, asked.resources, asked.slurm, asked.merge, n_again=len(again.shards)
     )

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import Reader, concatenate, find, promise, scan
+from slurmgpu.inputs import Reader, check_input, concatenate, find, promise, scan
 from slurmgpu.inputs.keys import check_names
 from slurmgpu.merge.join import join
 from slurmgpu.merge.sources import Source
@@ -206,6 +206,14 @@ def test_a_file_that_was_waited_for_has_to_be_the_one_that_its_run_promised(tmp_
     for given in ({"n_items": 4}, {"fingerprint": "g"}):
         with pytest.raises(SlurmGPUError, match=r"a\.h5 has 5 rows of plan f; expected .*, which this run waited for"):
             read(**given)
+
+
+def test_a_file_that_another_run_has_yet_to_write_is_not_missing(tmp_path: Path) -> None:
+    promised = promise(tmp_path / "a.h5", n_items=5, columns=["index", "text"], fingerprint="f", stride=2)
+    spec = concatenate([promised], tmp_path / "index")
+    check_input(spec)
+    with pytest.raises(SlurmGPUError, match=r"a\.h5 cannot be read"), Reader(spec, tmp_path / "index") as reader:
+        reader.check_some_files()
 
 
 def test_names_of_items_that_are_still_promised_are_not_looked_at(tmp_path: Path) -> None:

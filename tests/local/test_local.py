@@ -816,7 +816,11 @@ def test_an_input_that_changed_since_planning_is_refused(project, slurmgpu):
     slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
     with open(folder / "items.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
-    slurmgpu("resubmit", "run", "--executor", "local", cwd=folder, expect=3)
+    refused = slurmgpu("resubmit", "run", "--executor", "local", cwd=folder, expect=2).stderr
+    assert "The input has changed since the run was planned" in refused  # before anything is queued
+    assert not (folder / "run" / "submissions.jsonl").exists()
+    alone = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "4e9"}
+    slurmgpu("task", "run", cwd=folder, expect=1, **alone)  # a task that was queued before
     assert [record["failure"] for record in records(folder)] == ["input_error"]
 
 
