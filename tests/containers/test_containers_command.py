@@ -1,3 +1,5 @@
+"""The argument vector of Apptainer and Singularity, from the settings of [container]."""
+
 import os
 import pwd
 import signal

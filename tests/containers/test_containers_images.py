@@ -1,3 +1,5 @@
+"""Images: how one is identified, and which are refused."""
+
 import json
 import os
 import platform

@@ -1,3 +1,5 @@
+"""A container on its node: it is prepared and runs, or it is refused in a sentence."""
+
 import contextlib
 import fcntl
 import os

@@ -1,3 +1,5 @@
+"""The settings of [container]: binds, variables, and their way through run.json."""
+
 from pathlib import Path
 
 import pytest

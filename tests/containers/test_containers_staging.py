@@ -1,3 +1,5 @@
+"""Images that tasks copy to their node, or unpack there."""
+
 import fcntl
 import os
 import shutil

@@ -1,3 +1,5 @@
+"""Claims and leases: one of many takers gets a shard, and a stale claim is taken over."""
+
 import errno
 import json
 import os

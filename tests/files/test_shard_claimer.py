@@ -1,4 +1,4 @@
-"""Scouts: free shards, those of the dead, and the knowledge that there is nothing left; by a clock of the tests'."""
+"""The claimer: free shards, those of dead tasks, and the end of the work; by a clock of the tests'."""
 
 import functools
 import itertools
@@ -64,16 +64,16 @@ def never(seconds):
 def test_free_shards_are_taken_in_order_and_published_ones_left(run):
     publish(run, 1)
     run.claims.take(3, OTHER)
-    scout = Claimer(run, ME)
-    assert [scout.next(), scout.next(), scout.next()] == [0, 2, 4]
+    claimer = Claimer(run, ME)
+    assert [claimer.next(), claimer.next(), claimer.next()] == [0, 2, 4]
 
 
 def test_a_shard_that_was_given_back_is_taken_behind_the_others(run):
     run.claims.take(0, OTHER)
-    scout = Claimer(run, ME, pause=never)
-    assert [scout.next() for _ in range(4)] == [1, 2, 3, 4]
+    claimer = Claimer(run, ME, pause=never)
+    assert [claimer.next() for _ in range(4)] == [1, 2, 3, 4]
     run.claims.release(0, OTHER)
-    assert scout.next() == 0
+    assert claimer.next() == 0
 
 
 def test_a_complete_run_is_known_at_once(run):
@@ -84,12 +84,12 @@ def test_a_complete_run_is_known_at_once(run):
 
 def test_a_worker_that_looks_ahead_does_not_get_a_shard_it_holds_again(run):
     publish(run, *range(3))
-    scout = Claimer(run, ME, pause=never)
-    assert [scout.next(), scout.next()] == [3, 4]
-    assert scout.next() == "complete"
+    claimer = Claimer(run, ME, pause=never)
+    assert [claimer.next(), claimer.next()] == [3, 4]
+    assert claimer.next() == "complete"
     publish(run, 3)
-    scout.give_back(4)
-    assert scout.next() == 4
+    claimer.give_back(4)
+    assert claimer.next() == 4
 
 
 def test_what_living_owners_hold_is_left_to_them(run, clock):
@@ -136,10 +136,10 @@ def test_after_a_shard_its_first_pause_is_a_short_one_again(run, clock):
         if len(pauses) == 6:
             publish(run, 4)
 
-    scout = Claimer(run, ME, pause=others_compute)
-    assert scout.next() == 3
+    claimer = Claimer(run, ME, pause=others_compute)
+    assert claimer.next() == 3
     publish(run, 3)
-    assert scout.next() == "complete"
+    assert claimer.next() == "complete"
     assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.05, 0.1], rel=0.1)
 
 
@@ -147,8 +147,8 @@ def test_the_claim_of_a_dead_owner_is_taken_over(run, clock):
     publish(run, *range(4))
     run.claims.take(4, OTHER)
     taken, began = [], clock.now
-    scout = Claimer(run, ME, on_takeover=lambda shard, former: taken.append((shard, former)), pause=clock.go)
-    assert scout.next() == 4
+    claimer = Claimer(run, ME, on_takeover=lambda shard, former: taken.append((shard, former)), pause=clock.go)
+    assert claimer.next() == 4
     assert clock.now > began + LEASE_S
     assert taken == [(4, OTHER)]
     assert run.claims.read(4) == ME
@@ -157,69 +157,69 @@ def test_the_claim_of_a_dead_owner_is_taken_over(run, clock):
 @pytest.mark.parametrize("take", [Claimer.next, Claimer.next_free])
 def test_who_died_while_this_worker_was_busy_is_known_when_it_is_idle(run, clock, take):
     run.claims.take(0, OTHER)
-    scout = Claimer(run, ME, pause=never)
+    claimer = Claimer(run, ME, pause=never)
     for shard in (1, 2, 3, 4):
-        assert take(scout) == shard
+        assert take(claimer) == shard
         publish(run, shard)
         clock.go(0.4 * LEASE_S)  # computing: longer, in all, than a lease
-    assert scout.next() == 0
+    assert claimer.next() == 0
 
 
 def test_who_was_seen_alive_long_ago_must_show_it_again(run, clock):
     run.claims.take(0, OTHER)
-    scout = Claimer(run, ME, pause=clock.go)
-    assert scout.next() == 1
+    claimer = Claimer(run, ME, pause=clock.go)
+    assert claimer.next() == 1
     run.claims.renew(0, OTHER)
     clock.go(0.4 * LEASE_S)
-    assert scout.next() == 2  # here the renewal is seen
+    assert claimer.next() == 2  # here the renewal is seen
     publish(run, 1, 2, 3, 4)
-    scout._ahead.clear()
-    assert scout.next() == 0  # the owner has died since: it is taken over, not left to him
+    claimer._ahead.clear()
+    assert claimer.next() == 0  # the owner has died since: it is taken over, not left to him
 
 
 def test_a_free_shard_is_claimed_ahead_and_none_is_waited_for(run):
     publish(run, 0)
     run.claims.take(1, OTHER)
-    scout = Claimer(run, ME, pause=never)
-    assert [scout.next_free() for _ in range(4)] == [2, 3, 4, None]
-    scout.give_back(3)
-    assert (scout.held, run.claims.read(3)) == ({2, 4}, None)
-    assert scout.next_free() == 3
+    claimer = Claimer(run, ME, pause=never)
+    assert [claimer.next_free() for _ in range(4)] == [2, 3, 4, None]
+    claimer.give_back(3)
+    assert (claimer.held, run.claims.read(3)) == ({2, 4}, None)
+    assert claimer.next_free() == 3
 
 
 def test_leases_of_others_are_watched_four_times_in_a_lease_while_there_is_work(run, clock, monkeypatch):
     run.claims.take(0, OTHER)
     observed, real = [], Claims.observe
     monkeypatch.setattr(Claims, "observe", lambda self, shard: (observed.append(shard), real(self, shard))[1])
-    scout, n_observed = Claimer(run, ME, pause=never), []
+    claimer, n_observed = Claimer(run, ME, pause=never), []
     for seconds in (0.0, LEASE_S / 4 - 1, 1.0, 0.0):
         clock.go(seconds)
-        publish(run, scout.next())
+        publish(run, claimer.next())
         n_observed.append(len(observed))
     assert n_observed == [1, 1, 2, 2]
 
 
 def test_a_shard_is_lost_once_it_is_seen_that_another_attempt_holds_it(run, clock):
-    scout = Claimer(run, ME)
-    assert scout.next() == 0
+    claimer = Claimer(run, ME)
+    assert claimer.next() == 0
     look_s = LEASE_S / 6
     clock.go(look_s)
     run.claims.path(0).write_bytes(b"")  # it is being taken over, perhaps in vain
-    assert not scout.has_lost(0)
+    assert not claimer.has_lost(0)
     clock.go(look_s)
     run.claims.path(0).unlink()
-    assert not scout.has_lost(0)
+    assert not claimer.has_lost(0)
     run.claims.take(0, OTHER)
     clock.go(look_s - 1)
-    assert not scout.has_lost(0)  # it looked a moment ago
+    assert not claimer.has_lost(0)  # it looked a moment ago
     clock.go(1)
-    assert scout.has_lost(0)
+    assert claimer.has_lost(0)
     run.claims.release(0, OTHER)
     run.claims.take(0, ME)
     clock.go(look_s)
-    assert scout.has_lost(0)  # what it knows stays so, until it claims the shard again
-    scout._begin(0)
-    assert not scout.has_lost(0)
+    assert claimer.has_lost(0)  # what it knows stays so, until it claims the shard again
+    claimer._begin(0)
+    assert not claimer.has_lost(0)
 
 
 def test_a_parked_shard_is_nobodys_in_this_submission(run):
@@ -264,8 +264,8 @@ def test_no_run_is_complete_because_an_old_listing_says_so(run, monkeypatch):
 def test_shards_that_no_listing_shows_are_asked_for_by_their_names(run, monkeypatch):
     publish(run, *range(5))
     monkeypatch.setattr(type(run), "published", lambda self: {0, 1})  # for ever
-    scout = Claimer(run, ME, pause=lambda seconds: None)
-    assert scout.next() == "complete"
+    claimer = Claimer(run, ME, pause=lambda seconds: None)
+    assert claimer.next() == "complete"
     assert not run.claims.numbers()
 
 
@@ -293,8 +293,8 @@ def test_a_stale_claim_of_a_shard_that_is_published_meanwhile_is_given_back(run,
     taken = []
     assert Claimer(run, ME, pause=clock.go).look() == "complete"
     stale(monkeypatch, run, run.shards, before)
-    scout = Claimer(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
-    assert scout.next() == "complete"
+    claimer = Claimer(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
+    assert claimer.next() == "complete"
     assert not taken
     assert run.claims.read(4) is None
 
@@ -337,8 +337,8 @@ def test_a_task_of_another_cluster_with_this_ones_job_id_is_another_task(run, cl
     theirs = replace(ME, cluster="b")
     run.claims.take(4, theirs)
     taken = []
-    scout = Claimer(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
-    assert scout.next() == 4
+    claimer = Claimer(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
+    assert claimer.next() == 4
     assert taken == [(4, theirs)]
     assert Claimer(run, theirs).has_lost(4)
 
@@ -375,8 +375,8 @@ def test_a_shard_that_was_resumed_is_not_computed_when_it_is_published_or_anothe
         run.claims.take(shard, ME)
     publish(run, 0)
     run.claims.take_over(1, ME, OTHER)
-    scout = Claimer(run, ME, held={0, 1, 2})
-    assert [scout.is_still_own(shard) for shard in range(3)] == [False, False, True]
+    claimer = Claimer(run, ME, held={0, 1, 2})
+    assert [claimer.is_still_own(shard) for shard in range(3)] == [False, False, True]
 
 
 def test_a_clock_that_is_set_while_a_worker_works_is_no_deadline(monkeypatch):
@@ -447,10 +447,10 @@ def test_a_worker_finds_its_first_shard_with_few_opens_however_many_claims_there
 
 def test_many_tasks_that_start_at_once_try_different_shards(large):
     tasks = [Claim(f"1_{number}", f"1_{number}.0", "here", 1) for number in range(20)]
-    scouts = [Claimer(large, task) for task in tasks]
+    claimers = [Claimer(large, task) for task in tasks]
     with Opens(large.folder) as opens:
-        first = [scout.next() for scout in scouts]
-        second = [scout.next() for scout in scouts]
+        first = [claimer.next() for claimer in claimers]
+        second = [claimer.next() for claimer in claimers]
     assert second == [shard + 1 for shard in first]  # what lies together is computed by one task
     gaps = [after - before for before, after in itertools.pairwise(sorted(first))]
     assert min(gaps) > 1000
@@ -458,8 +458,8 @@ def test_many_tasks_that_start_at_once_try_different_shards(large):
 
 
 def test_a_task_whose_listing_is_old_does_not_try_each_shard_of_it(large, monkeypatch):
-    scout = Claimer(large, ME)
-    assert scout.next() == 0
+    claimer = Claimer(large, ME)
+    assert claimer.next() == 0
     tried, real = [], Claims.take
     others = range(1, 75_000)  # have been taken since
 
@@ -469,7 +469,7 @@ def test_a_task_whose_listing_is_old_does_not_try_each_shard_of_it(large, monkey
 
     monkeypatch.setattr(Claims, "take", take)
     monkeypatch.setattr(Claims, "numbers", lambda self: set(others))
-    assert scout.next() >= 75_000
+    assert claimer.next() >= 75_000
     assert len(tried) < 20
 
 
@@ -487,11 +487,11 @@ def test_an_idle_task_reads_few_claims_a_second_and_finds_a_dead_owner_within_tw
 
     began = clock.now
     with Opens(large.folder) as opens:
-        scout = Claimer(
+        claimer = Claimer(
             large,
             ME,
             pause=lambda seconds: (setattr(opens, "is_on", False), live(seconds), setattr(opens, "is_on", True)),
         )
-        assert scout.next() == dead
+        assert claimer.next() == dead
     assert LEASE_S < clock.now - began <= 1.6 * LEASE_S
     assert opens.n <= 8 * n_open  # each is looked at four times in a lease

@@ -1,3 +1,5 @@
+"""Prompts through chat templates, and answers read into text and reasoning."""
+
 import itertools
 from dataclasses import replace
 

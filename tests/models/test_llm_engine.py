@@ -1,3 +1,5 @@
+"""The transformers engine: its tokens are those of transformers' own generate, whatever the batch."""
+
 import dataclasses
 import json
 import random

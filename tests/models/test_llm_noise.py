@@ -1,3 +1,5 @@
+"""The noise of samples: a function of key, place and token."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Sampling: tokens are distributed as the rules say, and rows do not affect each other."""
+
 import dataclasses
 import functools
 import math

@@ -14,7 +14,7 @@ from slurmgpu.util.exceptions import MOST_SAID, MOST_TRACED, described, message_
 from slurmgpu.util.forks import is_of_limit
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.call_failures import Failure
-from tests.unit.test_computing import Recorder, compute, failures, raise_at
+from tests.unit.test_computer import Recorder, compute, failures, raise_at
 
 PACKAGE = Path(__file__).parents[2] / "slurmgpu"
 

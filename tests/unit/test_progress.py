@@ -1,3 +1,5 @@
+"""The progress of a run that Python waits for, without a terminal and in a notebook."""
+
 import time
 from types import SimpleNamespace
 

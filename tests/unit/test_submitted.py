@@ -1,3 +1,5 @@
+"""What a command prints while it waits for the run that it has submitted."""
+
 import io
 import re
 

@@ -1,3 +1,5 @@
+"""The crash history of a shard: which items are computed alone, and which are quarantined."""
+
 import errno
 import json
 import os

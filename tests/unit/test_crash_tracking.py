@@ -1,3 +1,5 @@
+"""Workers that die: which items are suspected and quarantined, and when a task gives up."""
+
 import functools
 import math
 import signal

@@ -1,3 +1,5 @@
+"""Rows of a shard: in batches, and narrowed down to items where a call fails."""
+
 import copy
 import errno
 import gc
@@ -189,7 +191,7 @@ def test_an_exception_is_narrowed_to_its_item_and_the_others_keep_their_rows():
     computed = compute(workload)
     assert list(failures(computed)) == [5]
     line = workload.function.__code__.co_firstlineno + 3
-    said = f"item_error: ValueError: cannot do 5 (test_computing.py, line {line})"
+    said = f"item_error: ValueError: cannot do 5 (test_computer.py, line {line})"
     assert str(failures(computed)[5].to_row()) == said
     assert computed.rows[6]["x"] == 6.0
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5], [4], [5], [6, 7]]
@@ -579,7 +581,7 @@ def test_a_batch_that_raises_what_may_pass_is_tried_again_as_it_is_and_halved_in
     assert workload.batches == [[0, 1, 2, 3], whole, whole, whole, [4, 5], [4], [5], [6, 7]]
     assert pauses == [(2.0, 4), (8.0, 4)]
     assert list(failures(computed)) == [5]
-    assert failures(computed)[5].message.startswith("ConnectionError: refused (test_computing.py, line ")
+    assert failures(computed)[5].message.startswith("ConnectionError: refused (test_computer.py, line ")
 
 
 def test_an_error_that_will_not_pass_is_not_tried_again_beside_one_that_may():
