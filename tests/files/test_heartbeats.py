@@ -44,6 +44,15 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture
+def task(run, monkeypatch):
+    """A task of the job 7 by hand, without what it sets for its whole process: handlers of signals, and the log."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(job_entry.early_signals, "remember", lambda: None)
+    monkeypatch.setattr(job_entry, "log_to_stderr", lambda force: None)
+    return lambda: job_entry.run_task_by_hand(run.folder, None, trust=False, own_array=False)
+
+
 def while_waiting(monkeypatch, module, sleep):
     """Let this module sleep so; `time` itself is also that of the process's other threads."""
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
@@ -71,12 +80,11 @@ def test_a_heartbeat_is_there_from_the_first_second_goes_on_and_ends_with_its_pr
     assert not path.exists()
 
 
-def test_a_second_task_of_a_job_is_refused_while_the_first_computes(run, monkeypatch):
+def test_a_second_task_of_a_job_is_refused_while_the_first_computes(run, task, monkeypatch):
     """Two steps of a job, or of the parts of a hetjob, have one job id, and so had one attempt and one record."""
     monkeypatch.setattr(job_entry, "patience", lambda lease_s: 0.4)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
     with beating(run.folder, "7_0.0", "7"), pytest.raises(SlurmGPUError, match=r"task 7_0\.0 of .* one task in a job"):
-        job_entry.run_task_by_hand(run.folder, None, trust=True, own_array=False)
+        task()
     assert len(run.submissions()) == 1
 
 
@@ -89,13 +97,12 @@ def test_a_task_starts_where_a_former_one_of_its_job_was_killed(run):
     assert (run.tasks / "7_0.0.alive").read_text() == ""  # of two that begin at once, one makes it
 
 
-def test_a_task_that_waits_for_a_former_one_of_its_job_ends_when_it_is_asked_to(run, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+def test_a_task_that_waits_for_a_former_one_of_its_job_ends_when_it_is_asked_to(run, task, monkeypatch):
     monkeypatch.setattr(job_entry.early_signals, "is_asked_to_end", lambda: True)
     beat(run, 1)
     before = (run.tasks / "7_0.0.alive").read_bytes()
     with pytest.raises(SystemExit) as raised:
-        job_entry.run_task_by_hand(run.folder, None, trust=True, own_array=False)
+        task()
     assert raised.value.code == 75
     assert (run.tasks / "7_0.0.alive").read_bytes() == before  # it did not wait until that is silent for a lease
 

@@ -30,6 +30,7 @@ def failing(monkeypatch):
             raise error
 
         monkeypatch.setattr(app, "app", fail)
+        monkeypatch.setattr(cli.early_signals, "end_by_exception", lambda: None)  # it would do so in later tests, too
         for name in ("stdout", "stderr"):  # which main replaces
             monkeypatch.setattr(sys, name, getattr(sys, name))
         with pytest.raises(SystemExit) as ended:
