@@ -1,5 +1,6 @@
 """The runs of `check --gpu`, whose faults of a GPU are pretended here, and the verdicts on them."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,8 @@ from slurmgpu.cli.commands import check
 from slurmgpu.faults import gpu_trial
 from slurmgpu.faults.verdicts import Verdict
 from slurmgpu.util.gpus import GPU
+from slurmgpu.workload import TaskContext
+from slurmgpu.workloads.gpu_trial import workload
 
 
 def test_verdicts_say_what_was_found_where_it_is_not_what_must_come_of_it(tmp_path, monkeypatch):
@@ -44,6 +47,25 @@ def test_memory_that_is_not_free_again_is_that_of_one_gpu(monkeypatch, free_mb, 
     verdict = gpu_trial._is_free_again(found, [10**10] * 2, 2)
     assert verdict.kept == kept
     assert f"workers found 7,000 to {max(free_mb):,} MB free" in verdict.text
+
+
+def test_a_batch_needs_more_than_is_free_of_a_gpu_that_others_use(tmp_path, monkeypatch):
+    """Half of a batch, too, and a quarter fits: so `oom_batch` must be 2."""
+    left = [55e9]
+
+    def empty(size, **_):
+        left[0] -= size
+        if left[0] < 0:
+            raise RuntimeError("CUDA out of memory")
+
+    cuda = SimpleNamespace(set_device=lambda device: None, mem_get_info=lambda device: (int(left[0]), 100 * 10**9))
+    torch = SimpleNamespace(cuda=cuda, device=str, empty=empty, uint8="uint8")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    device = workload._GPU(TaskContext("cuda:0", 1, tmp_path))
+    device.hold(gpu_trial.OOM_BATCH)
+    left[0] = 55e9
+    with pytest.raises(RuntimeError, match="out of memory"):
+        device.hold(2 * gpu_trial.OOM_BATCH)
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -21,7 +21,7 @@ from slurmgpu.shards.columns import Array
 from slurmgpu.workload import Item, Row, TaskContext
 
 HELD_SHARE = 0.3
-"""The share of the GPU's memory that an item holds: OOM_BATCH of them fit, twice as many do not."""
+"""The share of the free memory that an item holds: OOM_BATCH of them fit, twice as many do not."""
 KERNEL_CYCLES = 20_000_000_000
 """About ten seconds of GPU time; the worker is killed in the first of them."""
 BROKEN = "CUDA error: {} (this is a CPU, which pretends it)"
@@ -98,17 +98,16 @@ class _GPU:
         self._torch: Any = torch
         self._device = torch.device(task.device)
         torch.cuda.set_device(self._device)
-        free, self._total = torch.cuda.mem_get_info(self._device)
-        self._task, self._free_mb = task, free >> 20
+        self._task, self._free = task, torch.cuda.mem_get_info(self._device)[0]
 
     def product(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        self._task.note("free_mb", self._free_mb)
+        self._task.note("free_mb", self._free >> 20)
         there = self._torch.from_numpy(values).to(self._device)
         found: npt.NDArray[np.float32] = (there @ there.T)[0].cpu().numpy()
         return found
 
     def hold(self, n_items: int) -> Any:
-        size = int(HELD_SHARE * self._total)
+        size = int(HELD_SHARE * self._free)
         return [self._torch.empty(size, dtype=self._torch.uint8, device=self._device) for _ in range(n_items)]
 
     def fail_assert(self) -> None:
