@@ -8,7 +8,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,12 +151,16 @@ def _make_hollow_model(folder: Path, device: str, shape: dict[str, int], n_words
 @functools.cache
 def _model(machine: Machine) -> Path:
     """A model of 1.5 billion parameters, of 0.4 on a small card, or a toy."""
+    return _make_model(machine.folder / "model", machine.device, _shape(machine), machine.pick(N_WORDS, N_TOY_WORDS))
+
+
+def _shape(machine: Machine) -> dict[str, int]:
     import torch
 
     if not machine.on_gpu:
-        return _make_model(machine.folder / "model", machine.device, TOY, N_TOY_WORDS)
+        return TOY
     is_small = torch.cuda.get_device_properties(machine.device).total_memory < SMALL_GPU_BYTES
-    return _make_model(machine.folder / "model", machine.device, SHAPE_SMALL if is_small else SHAPE_1B, N_WORDS)
+    return SHAPE_SMALL if is_small else SHAPE_1B
 
 
 def _options(folder: Path | str, **settings: Any) -> EngineOptions:
@@ -843,9 +847,9 @@ def a_model_that_all_gpus_share_answers_as_on_one(machine: Machine) -> str:
 
     if machine.n_gpus == 1:
         raise NotMeasured("there is one GPU")
-    # The number of ranks must divide the heads, also those of keys. On a CPU, two processes share it.
-    n = max(each for each in (1, 2, 4, 8) if each <= machine.n_gpus) if machine.on_gpu else 2
-    shape = {**TOY, "num_attention_heads": 8}
+    # On a CPU, two processes share it.
+    shape = machine.pick(_shape(machine), {**TOY, "num_attention_heads": 8})
+    n = machine.pick(_n_sharing(machine.n_gpus, shape), 2)
     folder = _model(machine) if machine.on_gpu else _make_model(machine.folder / "shared", "cpu", shape, N_TOY_WORDS)
     _forget(machine)
     requests, path = _some(machine), machine.folder / "prompts.jsonl"
@@ -885,8 +889,15 @@ def a_model_that_all_gpus_share_answers_as_on_one(machine: Machine) -> str:
         missed = max(_miss(reference, each, each.tokens) for each in answers)
         n_parts = len(set(spread._loaded.model.hf_device_map.values()))
         figures += f"; by {missed:.1e} with its layers on {n_parts} GPUs, in one process"
-        hold(missed <= TOLERANCE["fp32"] and n_parts == n, figures)
+        # The embedding and the head have no more than a GPU each, so the layers may need fewer than all of eight.
+        hold(missed <= TOLERANCE["fp32"] and 1 < n_parts <= n, figures)
     return figures
+
+
+def _n_sharing(n_gpus: int, shape: Mapping[str, int]) -> int:
+    """How many GPUs can share a model of this shape: their number must divide the heads, also those of keys."""
+    n_key_heads = shape["num_attention_heads"] // 4
+    return max((each for each in (1, 2, 4, 8) if each <= n_gpus and n_key_heads % each == 0), default=0)
 
 
 @finding(limit_s=SET_UP_S)

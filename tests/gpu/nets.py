@@ -107,6 +107,14 @@ class Toy(train_arms.Net):
         return TensorDataset(torch.randn(64, 32, generator=generator), torch.randint(10, (64,), generator=generator))
 
 
+class Normed(Toy):
+    """A model whose loss depends on all samples of a step."""
+
+    def model(self) -> nn.Module:
+        """1,400 parameters, and running statistics."""
+        return nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+
+
 class Spectral(nn.Module):  # type: ignore[misc]  # torch is not followed
     """Has complex parameters, an embedding with sparse gradients, and a sparse and an expanded buffer."""
 
@@ -141,12 +149,8 @@ class Unusual(Toy):
         return {"right": (model(batch[0]).argmax(1) == batch[1]).float().cpu()}
 
 
-class Weighed(Unusual):
+class Weighed(Normed, Unusual):
     """Batches that count for more or less."""
-
-    def model(self) -> nn.Module:
-        """1,300 parameters, and running statistics."""
-        return nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
 
     def weight(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """From 1 to 10."""
@@ -216,12 +220,18 @@ def join_group(kind: str, rank: int, world_size: int, folder: Path) -> None:
     seconds = time.perf_counter() - start
     settings = TrainingSettings(steps=4, global_batch_size=16, batch_size=16 // world_size, seed=0)
     place = Place(device, rank, world_size, rank)
+    ways: list[tuple[train_arms.Net, TrainingSettings]] = [
+        (Toy(), replace(settings, strategy=strategy))
+        for strategy in STRATEGIES[: 1 if world_size == 1 else None]  # one process has neither
+    ]
+    if world_size > 1 and kind == "nccl":  # PyTorch's works on GPUs only
+        ways.append((Normed(), replace(settings, sync_batchnorm=True)))
     losses = []
-    for strategy in STRATEGIES[: 1 if world_size == 1 else None]:  # one process has neither
-        own = folder / strategy
+    for number, (net, chosen) in enumerate(ways):
+        own = folder / str(number)
         own.mkdir(exist_ok=True)
-        outcome = Training(Toy(), replace(settings, strategy=strategy), place, own).run()
-        losses.append(outcome.final["train_loss"])
+        outcome = Training(net, chosen, place, own).run()
+        losses.append((type(net).__name__, outcome.final["train_loss"]))
     if rank == 0:
         found = {"is_right": is_right, "bytes_s": numbers.nbytes / seconds, "losses": losses}
         (folder / "group.json").write_text(json.dumps(found))

@@ -264,10 +264,10 @@ def a_kill_changes_no_bit_of_deterministic_kernels(machine: Machine) -> str:
 
 @finding(limit_s=40)
 def a_group_of_all_gpus_sums_and_trains(machine: Machine) -> str:
-    """All-reduce over all GPUs by NCCL (on CPUs, two processes by gloo) is correct; DDP and FSDP have one's loss."""
+    """All-reduce over all GPUs by NCCL (on CPUs, by gloo) is correct; DDP, FSDP and SyncBatchNorm have one's loss."""
     from slurmgpu.training.loop import Training
     from slurmgpu.training.settings import TrainingSettings
-    from tests.gpu.nets import Toy, join_group
+    from tests.gpu.nets import Normed, Toy, join_group
 
     # The number of ranks must divide the 16 samples of a step.
     n_ranks = max(n for n in (1, 2, 4, 8) if n <= machine.n_gpus) if machine.on_gpu else 2
@@ -275,19 +275,20 @@ def a_group_of_all_gpus_sums_and_trains(machine: Machine) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    together, alone = machine.folder / "together", machine.folder / "alone"
-    for folder in (together, alone):
-        folder.mkdir()
+    together = machine.folder / "together"
+    together.mkdir()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     codes = _run(machine, join_group, [(kind, rank, n_ranks, together) for rank in range(n_ranks)])
     assert not any(codes), f"the ranks ended with {codes}"
     found = json.loads((together / "group.json").read_text())
     settings = TrainingSettings(steps=4, batch_size=16, seed=0)
-    loss = Training(Toy(), settings, _place(machine), alone).run().final["train_loss"]
-    losses = ", ".join(f"{each:.6f}" for each in found["losses"])
-    figures = f"{n_ranks} ranks, {kind}: all-reduce at {found['bytes_s'] / 1e9:.1f} GB/s, losses {losses}; "
-    figures += f"one process has {loss:.6f}"
-    is_close = all(math.isclose(each, loss, rel_tol=1e-4) for each in found["losses"])
+    figures, is_close, expected = f"{n_ranks} ranks, {kind}: all-reduce at {found['bytes_s'] / 1e9:.1f} GB/s", True, {}
+    for net in (Toy(), Normed()):
+        (folder := machine.folder / f"alone-{(name := type(net).__name__)}").mkdir()
+        expected[name] = Training(net, settings, _place(machine), folder).run().final["train_loss"]
+    for name, loss in found["losses"]:
+        figures += f", {name} {loss:.6f} and alone {expected[name]:.6f}"
+        is_close &= math.isclose(loss, expected[name], rel_tol=1e-4)
     return hold(found["is_right"] and is_close, figures)
 
 

@@ -403,6 +403,13 @@ def test_a_step_on_a_gpu_is_timed_by_the_gpu(monkeypatch):
     assert net.step_s()[0] == pytest.approx(0.2)
 
 
+def test_as_many_gpus_share_a_model_as_divide_its_heads():
+    """A small card's model has four heads of keys: eight cards of 16 GB could not split it."""
+    llm = importlib.import_module("tests.gpu.llm")
+    assert [llm._n_sharing(n, llm.SHAPE_1B) for n in (2, 3, 7, 8, 16)] == [2, 2, 4, 8, 8]
+    assert [llm._n_sharing(n, llm.SHAPE_SMALL) for n in (2, 8)] == [2, 4]
+
+
 def test_findings_are_chosen_by_part_and_by_name():
     wanted = ["llm.scores_are_those_of_the_model_alone", "core.two_runs_share_a_gpu", "llm.vllm_answers_as_fp32"]
     chosen = kit.choose(wanted)
