@@ -32,12 +32,12 @@ from slurmgpu.code.files_in_source import DOTTED, FilesInSource
 from slurmgpu.code.imported_modules import note_named
 from slurmgpu.code.locator import Locator, own_modules
 from slurmgpu.code.pickling import CannotPickleError
+from slurmgpu.code.snapshots import DIGITS
 from slurmgpu.code.value_digest import digest_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.submissions import Pickled
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.json_values import is_utf8
 from slurmgpu.util.own_files import read_own
 from slurmgpu.util.packages import own_python_path

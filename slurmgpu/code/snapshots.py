@@ -23,7 +23,6 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.owners import is_trusted
 from slurmgpu.run.submissions import Code, CodeAbout, SubmissionLine
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
-from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.own_files import OTHERS_WRITE
 from slurmgpu.util.shared_files import exists, list_entries, make_folder, read_bytes, replace, retried
 from slurmgpu.util.users import name_in_words
@@ -31,6 +30,8 @@ from slurmgpu.util.users import name_in_words
 SNAPSHOT_FORMAT = "slurmgpu code"
 SNAPSHOT_VERSION = 1
 FOLDER = "code"
+DIGITS = 16
+"""The number of digits in a digest of code."""
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 """Redundant fields of syntax trees, and type comments."""
 _OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out", "namespaces", "read"})

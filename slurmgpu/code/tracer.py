@@ -17,12 +17,11 @@ from slurmgpu.code.locator import Locator
 from slurmgpu.code.named_files import NamedFiles
 from slurmgpu.code.read_files import ReadFiles
 from slurmgpu.code.shell_scripts import ShellScripts
-from slurmgpu.code.snapshots import ReadFile, SourceFile
+from slurmgpu.code.snapshots import DIGITS, ReadFile, SourceFile
 from slurmgpu.code.source_facts import facts_of
 from slurmgpu.code.trace_notes import TraceNotes
 from slurmgpu.code.user_code import UserCode
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 _LARGEST_COMPILED = 1 << 26

@@ -10,8 +10,6 @@ WHOLE_BYTES = 64 << 20
 
 A training step changes every matrix, so samples show it; reading hundreds of gigabytes would take minutes.
 """
-DIGITS = 16
-"""The number of digits in a digest of code."""
 N_SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
 
