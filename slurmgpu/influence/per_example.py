@@ -71,7 +71,7 @@ class PerExample:
         return self._losses(self._parameters, examples, side)
 
     def losses_alone(self, examples: Tensor, side: Side) -> Tensor:
-        """The losses, each computed alone; SlurmGPUError if that is impossible."""
+        """The losses (n,) of examples (n, c), each computed alone; SlurmGPUError if that is impossible."""
 
         def loss(example: Tensor) -> Tensor:
             return self._losses(self._parameters, example[None], side)[0]

@@ -49,7 +49,7 @@ class Condition:
             raise self._wrong(f"it names no column. The columns are {', '.join(names)}.")
 
     def chosen(self, table: pa.Table) -> npt.NDArray[np.bool_]:
-        """A mask of the rows for which the condition is true.
+        """A mask (row,) of the rows of a table for which the condition is true.
 
         SlurmGPUError if the columns have the wrong types, also for an empty table, or if an integer overflows.
         """

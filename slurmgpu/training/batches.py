@@ -161,7 +161,7 @@ def own_pieces(n: int, batch_size: int, rank: int, world_size: int) -> Iterator[
 
 
 def permutation(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of an epoch's samples, as indices."""
+    """The order of the `n` samples in an epoch, as indices (n,)."""
     return np.random.Generator(np.random.PCG64(derive_seed(seed, "epoch", epoch))).permutation(n)
 
 

@@ -58,7 +58,7 @@ def prepare_kernels(device: Any, agree: Callable[[bool], bool] = bool) -> None:
 
 
 def restrict(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """The logits, with -inf for tokens that are not allowed."""
+    """The logits (row, token), with -inf for tokens that are not `allowed`: bool, of the same shape."""
     import torch
 
     return logits if allowed is None else torch.where(allowed, logits, float("-inf"))
@@ -102,7 +102,10 @@ def perturb(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The model's own log-probability of each row's token, before temperature and filters; float32: (row,)."""
+    """The model's own log-probability of each row's token, before temperature and filters; float32: (row,).
+
+    `logits` are (row, token), `tokens` (row,).
+    """
     logits = logits.float()
     found: Tensor = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     return found

@@ -76,7 +76,7 @@ class Rules:
         )
 
     def select(self, rows: Tensor) -> Rules:
-        """The rules of the rows with these indices."""
+        """The rules of the rows with these indices (n,), in this order."""
         return Rules(self.kinds, *(each[rows] for each in self._tensors()))
 
     def join(self, other: Rules) -> Rules:

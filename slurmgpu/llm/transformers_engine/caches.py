@@ -134,7 +134,7 @@ def repeat(cache: Any, n_rows: int, n_more: int = 0) -> Any:
 
 
 def copy_rows(cache: Any, rows: Tensor) -> Any:
-    """A new cache with these rows, which may repeat."""
+    """A new cache with these rows (n,), which may repeat."""
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
     select(found, rows)
@@ -142,7 +142,7 @@ def copy_rows(cache: Any, rows: Tensor) -> Any:
 
 
 def select(cache: Any, rows: Tensor) -> None:
-    """Keep these rows, in this order; they may repeat."""
+    """Keep these rows (n,), in this order; they may repeat."""
     for layer in cache.layers:
         if layer.is_initialized:
             here = rows.to(layer.keys.device)
@@ -170,7 +170,7 @@ def moves(going_on: Sequence[int]) -> dict[int, int]:
 
 
 def trim(cache: Any, mask: Tensor) -> Tensor:
-    """Drop unused columns on the left; returns the new mask."""
+    """Drop columns that no row uses, on the left; returns the new mask (row, column)."""
     n_unused = int(mask.any(0).long().argmax())
     if n_unused:
         for layer in cache.layers:

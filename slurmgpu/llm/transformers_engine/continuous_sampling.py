@@ -74,7 +74,7 @@ class Masks:
         return matcher
 
     def apply(self, scores: Tensor) -> Tensor:
-        """The scores, with -inf for tokens that may not come next; without reading any value on the host."""
+        """The scores (row, token), with -inf for tokens that may not come next; reads no value on the host."""
         return scores if self._bits is None else restrict(scores, unpack(self._bits[: len(scores)], scores.shape[-1]))
 
 

@@ -216,7 +216,7 @@ class Prefill:
         return cache
 
     def pad(self, rows: Sequence[Sequence[int]], *, left: bool = True) -> tuple[Tensor, Tensor]:
-        """Rows of token ids, padded on the left or right, and their mask, both on the model's device."""
+        """Rows of token ids, padded on the left or right, and their mask; both (row, column), on the model's device."""
         import torch
 
         longest, pad_id, ids, mask = max(map(len, rows)), self._loaded.pad_id, [], []

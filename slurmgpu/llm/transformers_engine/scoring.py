@@ -286,14 +286,14 @@ def scores_by_token(asked: Asked, known: Mapping[tuple[Tokens, int], float]) -> 
 
 
 def scores_of(asked: Asked, logprobs: npt.NDArray[np.float64]) -> Scores:
-    """The scores of a question, from the log-probabilities that an answer begins with each choice's tokens."""
+    """The scores of a question, from the log-probabilities (choice,) that an answer begins with a choice's tokens."""
     n_tokens = np.array([len(choice) for choice in asked.choices], np.int64)
     found = exclusive(asked.choices, logprobs)
     return Scores(asked.question.id, found, n_tokens, asked.n_prompt_tokens, n_truncated=asked.n_truncated)
 
 
 def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Log-probabilities of mutually exclusive choices: each without the choices that continue it.
+    """Log-probabilities (choice,) of mutually exclusive choices: each without the choices that continue it.
 
     Among choices with the same tokens the first one gets all of the probability.
     """

@@ -56,12 +56,12 @@ def _range(scores: Tensor) -> Tensor:
 
 
 def miss(expected: Tensor, found: Tensor) -> float:
-    """The greatest difference of any row."""
+    """The greatest of `misses`."""
     return float(misses(expected, found).max())
 
 
 def spacing(scores: Tensor) -> float:
-    """The spacing of the scores' type at the largest scores, as a share of their range.
+    """The spacing of the type of scores (row, token) at the largest of a row, as a share of the row's range.
 
     This is noise, too: in bf16 a score of -100 is always rounded to 0.5.
     """

@@ -68,7 +68,10 @@ def verdict_row(rubric: Rubric, asked: Sequence[JudgePrompt], *, truncates: bool
 
 
 def shares_of(scores: Scores) -> npt.NDArray[np.float64]:
-    """Each verdict's share of the total probability of the verdicts, from the scores of two spellings of each."""
+    """Each verdict's share (verdict,) of the total probability of the verdicts.
+
+    `scores` has two spellings of each verdict, one after the other. ItemError if they are not finite.
+    """
     logprobs = np.logaddexp.reduce(np.asarray(scores.logprobs, np.float64).reshape(-1, 2), axis=1)
     shares: npt.NDArray[np.float64] = np.exp(logprobs - logprobs.max())
     if not np.isfinite(shares).all():

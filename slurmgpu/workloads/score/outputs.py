@@ -13,7 +13,7 @@ PathScore = Literal["min", "product", "mean", "last"]
 
 
 def path_score(steps: npt.NDArray[np.float64], how: PathScore) -> float:
-    """The score of a path, from the scores of its steps."""
+    """The score of a path, from the scores (n,) of its n > 0 steps."""
     if how == "last":
         return float(steps[-1])
     if how == "mean":
@@ -22,7 +22,7 @@ def path_score(steps: npt.NDArray[np.float64], how: PathScore) -> float:
 
 
 def activated(logits: npt.NDArray[np.float64], activation: Activation) -> npt.NDArray[np.float64]:
-    """The head's outputs with an activation over the last axis."""
+    """The head's outputs (…, output) with an activation over the last axis."""
     if activation == "none":
         return logits
     if activation == "sigmoid":
@@ -36,7 +36,7 @@ def activated(logits: npt.NDArray[np.float64], activation: Activation) -> npt.ND
 
 
 def distribution(scores: npt.NDArray[Any]) -> dict[str, Any]:
-    """Part of a summary: mean, standard deviation and quartiles of scores; null without scores."""
+    """Part of a summary: mean, standard deviation and quartiles of scores (n,) other than NaN; null without any."""
     scores = scores[~np.isnan(scores)]
     if not len(scores):
         return {"mean_score": None, "standard_deviation": None, "score_quartiles": None}

@@ -44,7 +44,7 @@ class Labels:
     relation_labels: Mapping[int, str]
 
     def cells(self, triple: NDArray[np.int64]) -> list[str]:
-        """The six cells of the CSV: name and label of head, relation and tail."""
+        """The six cells of the CSV for a triple (3,): name and label of head, relation and tail."""
         head, relation, tail = triple.tolist()
         said = self.relation_labels.get(relation) or label_of(self.relations[relation])
         return [*self._entity(head), self.relations[relation], said, *self._entity(tail)]

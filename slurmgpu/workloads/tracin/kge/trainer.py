@@ -280,6 +280,6 @@ def _ranks(model: Model, known: Known, queries: Queries) -> Tensor:
 
 
 def summary(ranks: Tensor) -> dict[str, float]:
-    """The mean reciprocal rank, and the shares of ranks up to 1, 3 and 10."""
+    """The mean reciprocal of ranks (n,), and the shares of ranks up to 1, 3 and 10."""
     found = {"mrr": float((1 / ranks.double()).mean())}
     return found | {f"hits@{k}": float((ranks <= k).double().mean()) for k in (1, 3, 10)}
