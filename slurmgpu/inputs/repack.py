@@ -270,7 +270,8 @@ class _Hashed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        chunk = self._file.read(min(len(buffer), self._n_bytes))
+        with naming(os.fsdecode(self._file.name)):
+            chunk = self._file.read(min(len(buffer), self._n_bytes))
         self.checksum.update(chunk)
         buffer[: len(chunk)] = chunk
         self._n_bytes -= len(chunk)

@@ -21,6 +21,7 @@ from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Merged
 from slurmgpu.util.amounts import some_of
 from slurmgpu.util.packages import check_pyarrow
+from slurmgpu.util.shared_files import naming
 
 _FEW_BYTES = 1 << 16
 """Fewer bytes are hashed in less time than another thread takes to begin."""
@@ -114,7 +115,7 @@ def _scan_file(
 
 def _preview(path: Path, its_format: Format) -> Preview:
     try:
-        with open(path, "rb") as file:
+        with naming(path), open(path, "rb") as file:
             status = os.fstat(file.fileno())
             found = Preview(str(path), status.st_size, status.st_mtime_ns)
             if isinstance(its_format, Lines) and is_repacked(path, its_format) and status.st_size:
@@ -149,7 +150,11 @@ def _refuse_mixed(previews: Sequence[Preview]) -> None:
 
 def _chunks(file: BinaryIO, n_bytes: int, advance: Callable[[int], None]) -> Iterator[bytes]:
     """The file's first `n_bytes`, also if it grows meanwhile."""
-    while chunk := file.read(min(CHUNK_BYTES, n_bytes)):
+    while True:
+        with naming(file.name):
+            chunk = file.read(min(CHUNK_BYTES, n_bytes))
+        if not chunk:
+            return
         yield chunk
         n_bytes -= len(chunk)
         advance(len(chunk))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import typing
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.loader.members import is_collection_of, read_member
 from slurmgpu.loader.names import title_of
+from slurmgpu.util.shared_files import open_given
 from slurmgpu.util.users import expanded
 
 FILE = "file:"
@@ -114,14 +116,15 @@ def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> di
         if isinstance(value, str) and value.startswith(FILE):
             path = expanded(value.removeprefix(FILE))
             try:
-                with open(path, encoding="utf-8-sig") as file:
+                with io.TextIOWrapper(open_given(path), encoding="utf-8-sig") as file:
                     text = file.read(MOST_CHARACTERS + 1)
                 if len(text) > MOST_CHARACTERS:
                     raise ValueError(f"it has more than {MOST_CHARACTERS:,} characters, which the plan would keep")
                 found[name] = text.removesuffix("\n")
             except (OSError, ValueError) as error:
+                found_there = getattr(error, "strerror", None) or error
                 raise SlurmGPUError(
-                    f"{name} is {value!r}, but {path.absolute()} cannot be read: {error}. "
+                    f"{name} is {value!r}, but {path.absolute()} cannot be read: {found_there}. "
                     f"Expected a text, or {FILE!r} and a path relative to the run file."
                 ) from error
     return found

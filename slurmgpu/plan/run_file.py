@@ -32,7 +32,7 @@ from slurmgpu.plan.executors import DEFAULT, EXECUTORS
 from slurmgpu.plan.trackers import CredentialError, parse_destination
 from slurmgpu.util import gpus
 from slurmgpu.util.plugins import Plugins
-from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
+from slurmgpu.util.shared_files import UnusableFileError, read_given
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -301,7 +301,9 @@ def read_value(text: str) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """The content of a TOML file; FileNotFoundError without one, SlurmGPUError if it is not TOML."""
     try:
-        value = _parsed(retried(lambda: path.read_text("utf-8-sig"), BRIEF_PATIENCE_S))
+        value = _parsed(read_given(path).decode("utf-8-sig"))
+    except UnusableFileError as error:
+        raise SlurmGPUError(f"{path} cannot be read: {error.strerror}. Name a file of TOML.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SlurmGPUError(f"{path} is not TOML: {error}.{_of_script(path)}") from error
     return copy.deepcopy(value)

@@ -123,10 +123,14 @@ def open_regular(path: os.PathLike[str] | str) -> int:
 
 
 def _open(path: os.PathLike[str] | str, flags: int) -> int:
+    return _open_checked(path, flags | os.O_NOFOLLOW)
+
+
+def _open_checked(path: os.PathLike[str] | str, flags: int) -> int:
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise UnusableFileError(path, "it is a symbolic link, not a file") from error
         if error.errno == errno.ENXIO:
             raise UnusableFileError(path, "it is a FIFO, a socket or a device, not a file") from error
@@ -146,6 +150,23 @@ def open_file(path: os.PathLike[str] | str) -> io.BufferedReader:
     return open(path, "rb", opener=_open)
 
 
+def open_given(path: os.PathLike[str] | str) -> io.BufferedReader:
+    """A regular file that a user has named, also through a link, open for reading; UnusableFileError for anything else.
+
+    A folder is an IsADirectoryError.
+    """
+    return open(path, "rb", opener=_open_given)
+
+
+def _open_given(path: os.PathLike[str] | str, flags: int) -> int:
+    try:
+        return _open_checked(path, flags)
+    except UnusableFileError:
+        if is_folder(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path)) from None
+        raise
+
+
 def open_to_append(path: os.PathLike[str] | str) -> io.BufferedWriter:
     """A regular file, open for appending, created if missing; UnusableFileError for anything else."""
     return open(path, "ab", opener=_open)
@@ -161,13 +182,24 @@ def read_bytes(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, pat
     return retried(lambda: _read(path, max_bytes), patience_s)[0]
 
 
+def read_given(path: os.PathLike[str] | str, *, patience_s: float = BRIEF_PATIENCE_S) -> bytes:
+    """The content of a file as by `open_given`; UnusableFileError for one of more than MANY_BYTES."""
+    return retried(lambda: _content(open_given(path), path, MANY_BYTES)[0], patience_s)
+
+
 def read_with_status(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES) -> tuple[bytes, os.stat_result]:
     """The content of a regular file as by `read_bytes`, and its status, with its owner and mode."""
     return retried(lambda: _read(path, max_bytes))
 
 
 def _read(path: os.PathLike[str] | str, max_bytes: int) -> tuple[bytes, os.stat_result]:
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+    return _content(open(path, "rb", buffering=0, opener=_open), path, max_bytes)
+
+
+def _content(
+    opened: io.FileIO | io.BufferedReader, path: os.PathLike[str] | str, max_bytes: int
+) -> tuple[bytes, os.stat_result]:
+    with opened as file, naming(path):
         status = os.fstat(file.fileno())
         size = status.st_size
         if size > max_bytes:

@@ -119,6 +119,15 @@ def test_what_cannot_be_an_input_is_refused(folder: Path, patterns: str | list[s
         find(patterns, folder)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
+def test_an_input_that_cannot_be_read_is_named_to_the_end(folder: Path, name: str) -> None:
+    (folder / name).symlink_to("/proc/self/mem")  # its first bytes cannot be read: EIO
+    with pytest.raises(SlurmGPUError) as refused:
+        scan([folder / name], folder.with_name("index"), stride=2)
+    assert isinstance(refused.value.__cause__, OSError)
+    assert (refused.value.__cause__.errno, refused.value.__cause__.filename) == (errno.EIO, str(folder / name))
+
+
 def test_the_refusal_of_a_fasta_file_has_the_command_that_makes_it_an_input(folder: Path) -> None:
     put(folder, a_fasta=">P1 first\r\nACD\r\nAA\r\n>P2\nDD")
     with pytest.raises(SlurmGPUError) as caught:

@@ -71,7 +71,6 @@ EXCEPTIONS = {
     **dict.fromkeys(
         (
             "loader/names.py",
-            "loader/settings.py",
             "code/importer.py",
             "plan/planner.py",
             "trackers/tensorboard.py",

@@ -25,6 +25,7 @@ from slurmgpu.util.shared_files import (
     move,
     open_regular,
     read_bytes,
+    read_given,
     remove,
     retried,
 )
@@ -141,6 +142,25 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path, what):
 def test_a_device_is_refused():
     with pytest.raises(UnusableFileError, match="a device"):
         open_regular("/dev/zero")
+
+
+@pytest.mark.parametrize("what", [*UNUSABLE, "a device"])
+def test_what_a_user_names_is_read_through_a_link_and_refused_without_waiting_if_it_is_no_file(tmp_path, what):
+    (tmp_path / "text").write_text("said")
+    (tmp_path / "link").symlink_to("text")
+    assert read_given(tmp_path / "link") == b"said"
+    (tmp_path / "x").symlink_to("/dev/zero") if what == "a device" else UNUSABLE[what](tmp_path / "x")
+    expected = {"a folder": "Is a directory", "symbolic link": "a device"}.get(what, what)
+    with pytest.raises(OSError, match=expected) as refused:
+        read_given(tmp_path / "x")
+    assert refused.value.filename == str(tmp_path / "x")
+
+
+def test_a_read_that_fails_names_its_file(tmp_path):
+    (tmp_path / "link").symlink_to("/proc/self/mem")  # its first bytes cannot be read: EIO
+    with pytest.raises(OSError, match="Input/output error") as failed:
+        read_given(tmp_path / "link", patience_s=0.0)
+    assert failed.value.filename == str(tmp_path / "link")
 
 
 def test_a_file_beyond_what_makes_sense_is_not_read(tmp_path):

@@ -104,6 +104,16 @@ def test_a_home_that_there_is_not_and_a_number_that_is_too_large_get_a_sentence(
     assert said in slurmgpu(*argv, cwd=folder, expect=2).stderr
 
 
+@pytest.mark.parametrize("name", ["slurmgpu.toml", "config/slurmgpu/site.toml"])
+def test_a_fifo_in_place_of_a_file_of_keys_is_not_waited_for(project, slurmgpu, name):
+    folder = project(4)
+    (folder / "config/slurmgpu").mkdir(parents=True)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    said = slurmgpu("submit", "--dry-run", cwd=folder, expect=2, XDG_CONFIG_HOME=str(folder / "config"))
+    assert f"{folder / name} cannot be read: it is a FIFO, not a file. Name a file of TOML." in said.stderr
+
+
 def test_a_merged_file_is_refused_with_the_run_directory_to_name(slurmgpu, tmp_path):
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run" / "merged.h5").touch()

@@ -1,6 +1,7 @@
 """What is refused before anything is queued, and what a plan depends on."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -775,3 +776,9 @@ def test_of_a_huge_file_that_a_setting_names_only_the_beginning_is_read(tmp_path
     path.write_text("é" * 10)
     found = of_workloads.texts_of_files("workloads:Prompted", Prompted, {"prompt": f"file:{path}"})
     assert found == {"prompt": "é" * 10}
+
+
+def test_a_fifo_that_a_setting_names_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "prompt")
+    with pytest.raises(SlurmGPUError, match="cannot be read: it is a FIFO, not a file"):
+        of_workloads.texts_of_files("workloads:Prompted", Prompted, {"prompt": f"file:{tmp_path / 'prompt'}"})

@@ -15,6 +15,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models.source import ModelSource, named_in, read_json
+from slurmgpu.util.shared_files import open_given
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -242,7 +243,7 @@ def _group(name: str, n_dimensions: int) -> str:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, list[int], int]]:
-    with open(path, "rb") as file:
+    with open_given(path) as file:
         length = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(length)) if length <= MOST_HEADER_BYTES else None

@@ -16,7 +16,7 @@ from slurmgpu.llm.models import hub
 from slurmgpu.util.amounts import gb, some_of
 from slurmgpu.util.globs import matches
 from slurmgpu.util.hashing import digest_of
-from slurmgpu.util.shared_files import list_names
+from slurmgpu.util.shared_files import list_names, read_given
 from slurmgpu.util.users import expanded
 
 QUANTIZATIONS = ("8bit", "4bit", "fp8")
@@ -190,11 +190,11 @@ def _unlisted(error: OSError) -> SlurmGPUError:
 def read_json(path: Path) -> Any:
     """The content of a JSON file; an empty mapping if there is no such file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_given(path).decode())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise SlurmGPUError(f"{path} cannot be read as JSON: {error}.") from error
+        raise SlurmGPUError(f"{path} cannot be read as JSON: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def _check(model: str, folder: Path, config: Any, quantization: str, *, trust_remote_code: bool) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.shared_files import open_given
 from slurmgpu.workload import Translated
 
 
@@ -282,7 +283,8 @@ def _chosen(given: Mapping[str, Sequence[str]], mode: str) -> Sequence[int] | sl
 
 def _items(file: Path, chosen: Sequence[int] | slice) -> list[dict[str, Any]]:
     try:
-        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # as inputs are split
+        with open_given(file) as opened:
+            lines = opened.read().decode().removesuffix("\n").split("\n")  # as inputs are split
     except (OSError, ValueError) as error:
         raise SlurmGPUError(f"--from-args: cannot read the test triples in {file}: {error}.") from error
     numbers = range(len(lines))[chosen] if isinstance(chosen, slice) else chosen

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, search_all
 from slurmgpu.llm.prompts.jinja_templates import template_class
-from slurmgpu.util.shared_files import list_names
+from slurmgpu.util.shared_files import list_names, read_given
 from slurmgpu.util.users import expanded
 
 FOLDER = Path(__file__).parent
@@ -127,7 +127,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        value: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        value: dict[str, Any] = tomllib.loads(read_given(path).decode("utf-8-sig"))
     except OSError as error:
         raise SlurmGPUError(f"The rubric {path.absolute()} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

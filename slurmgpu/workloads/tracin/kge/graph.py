@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.util.shared_files import open_given
 from slurmgpu.util.users import expanded
 from slurmgpu.workloads.tracin.kge.torch_archive import unreadable
 
@@ -164,7 +165,8 @@ def label_of(meaning: str) -> str:
 
 def _read(path: str | Path) -> bytes:
     try:
-        content = expanded(path).read_bytes()
+        with open_given(expanded(path)) as file:
+            content = file.read()
     except OSError as error:
         raise unreadable(path, error) from error
     for start, (program, command) in COMPRESSED.items():

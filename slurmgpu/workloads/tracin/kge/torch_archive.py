@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.shared_files import open_given
 
 PLAIN = {"builtins", "collections", "torch"}
 """Packages with classes that `torch.load(weights_only=True)` reads; it refuses all others."""
@@ -133,7 +134,7 @@ def damaged(path: str | Path, found: str) -> SlurmGPUError:
 def _is_archive(path: str | Path) -> bool:
     """Whether a file has the zip format; before PyTorch 1.6 it was a pickle."""
     try:
-        with open(path, "rb") as file:
+        with open_given(path) as file:
             start = file.read(4)
     except OSError as error:
         raise unreadable(path, error) from error
