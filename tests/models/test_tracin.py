@@ -945,6 +945,28 @@ def test_dictionaries_that_are_not_those_of_training_are_refused(files):
         Tracin(**FILES).facts  # noqa: B018
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+def test_dictionaries_that_differ_from_those_in_a_checkpoint_of_pykeen_are_refused(files, is_own):
+    import torch
+
+    settings = {**FILES, **(own_model(files) if is_own else {})}
+    path = files / settings["model"]
+    state = torch.load(path)
+    content = {"model_state_dict": state} if is_own else state
+    ids = {name: number for number, name in enumerate(ENTITIES)}
+    first, last = ENTITIES[0], len(ENTITIES) - 1
+    torch.save({**content, "entity_to_id_dict": ids}, path)
+    assert Tracin(**settings).facts.n_train == N_TRAIN
+    for others, said in (
+        ({name: (number - 1) % len(ids) for name, number in ids.items()}, f"has the id {last}"),
+        ({name: number for name, number in ids.items() if name != first}, "is missing"),
+    ):
+        torch.save({**content, "entity_to_id_dict": others}, path)
+        expected = rf"different dictionary of entities than .*'{first}', which has the id 0 there, {said} in the"
+        with pytest.raises(SlurmGPUError, match=expected):
+            Tracin(**settings).facts  # noqa: B018
+
+
 def test_a_compressed_file_is_called_so(files):
     import gzip
 

@@ -24,7 +24,7 @@ from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, optimizer_of, pee
 from slurmgpu.workloads.tracin.kge.layouts import Layout, check
 from slurmgpu.workloads.tracin.kge.learning_rates import Rate, learning_rate_in
 from slurmgpu.workloads.tracin.kge.parameter_names import group_of, unwrapped
-from slurmgpu.workloads.tracin.kge.torch_archive import Shape, peek, state_of, told_in
+from slurmgpu.workloads.tracin.kge.torch_archive import DICTIONARIES, Shape, peek, state_of, told_in
 from slurmgpu.workloads.tracin.own_parameters import OwnParameters, own_parameters
 from slurmgpu.workloads.tracin.settings import TracinSettings, rates_for
 
@@ -262,7 +262,7 @@ def _known_model(settings: TracinSettings, paths: Sequence[str], known: graph.Gr
     layouts = [layout_of(settings, path, known) for path in paths]
     layout = layouts[-1]
     _expect_alike(layouts, paths)
-    _expect_dictionaries(settings, layouts[0].told, paths[0])
+    _expect_dictionaries(settings, layouts[0].told, paths[0], known)
     _expect_inverse(settings, layout, paths[-1])
     for path in paths if settings.precondition == "adam" else ():
         if (content := peek(path)) is not None:  # else tasks look: only PyTorch, which may be missing here, reads it
@@ -279,7 +279,7 @@ def _own_model(settings: TracinSettings, paths: Sequence[str], known: graph.Grap
     """
     contents = [peek_content(path) for path in paths]
     _expect_one_training([told_in(content) for content in contents], paths)
-    _expect_dictionaries(settings, told_in(contents[0]), paths[0])
+    _expect_dictionaries(settings, told_in(contents[0]), paths[0], known)
     rates = [learning_rate_in(content, path) for content, path in zip(contents, paths, strict=True)]
     for file in own_files(settings):
         _expect_file(file)
@@ -359,17 +359,29 @@ def _expect_one_training(told: Sequence[Mapping[str, Any]], paths: Sequence[str]
                 )
 
 
-def _expect_dictionaries(settings: TracinSettings, told: Mapping[str, Any], path: str) -> None:
+def _expect_dictionaries(settings: TracinSettings, told: Mapping[str, Any], path: str, known: graph.Graph) -> None:
     """Refuse dictionaries other than those of training: the same names could have other rows."""
-    digests = told.get("dictionaries")
-    if not isinstance(digests, Mapping):
-        return
-    for what in ("entities", "relations"):
-        file = expanded(getattr(settings, what))
-        if digests.get(what) not in (None, digest_of(file)):
+    digests = told.get("dictionaries", {})
+    for what, key in DICTIONARIES.items():
+        file, ids = expanded(getattr(settings, what)), told.get(key)
+        if isinstance(digests, Mapping) and digests.get(what) not in (None, digest_of(file)):
             raise SlurmGPUError(
                 f"{path} was trained with a different dictionary of {what} than {file}. Set {what} to the file that "
                 f"the trainer used or wrote next to its checkpoints."
+            )
+        if isinstance(ids, Mapping):
+            _expect_ids(getattr(known, what), ids, what, path)
+
+
+def _expect_ids(dictionary: graph.Dictionary, ids: Mapping[str, int], what: str, path: str) -> None:
+    """Refuse a dictionary that gives a name another id than the checkpoint does, and one with names of its own."""
+    for name, number in dictionary.ids.items():
+        if ids.get(name) != number:
+            found = f"has the id {ids[name]}" if name in ids else "is missing"
+            raise SlurmGPUError(
+                f"{path} was trained with a different dictionary of {what} than {dictionary.path}: {name!r}, which has "
+                f"the id {number} there, {found} in the checkpoint's {DICTIONARIES[what]}. Write the dictionary of "
+                f"the training into the file."
             )
 
 

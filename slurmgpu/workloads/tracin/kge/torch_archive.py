@@ -30,6 +30,9 @@ WEIGHTS = "torch.save(model.state_dict(), PATH)"
 SECTIONS = ("model_state_dict", "state_dict")
 """Keys under which a checkpoint has the model's state dict, if it is not one itself."""
 
+DICTIONARIES = {"entities": "entity_to_id_dict", "relations": "relation_to_id_dict"}
+"""Keys under which PyKEEN's training loop keeps the ids of names."""
+
 
 class Stored(NamedTuple):
     """A storage's stand-in: its dtype, and its file in the archive."""
@@ -88,9 +91,10 @@ def state_of(content: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
 
 
 def told_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config in a checkpoint's content, with facts about model and training."""
+    """The config in a checkpoint's content, with facts about model and training, and PyKEEN's dictionaries."""
     found = [content[key] for key in ("config", "model_config") if isinstance(content.get(key), Mapping)]
-    return {key: value for config in found for key, value in config.items()}
+    ids = {key: content[key] for key in DICTIONARIES.values() if isinstance(content.get(key), Mapping)}
+    return ids | {key: value for config in found for key, value in config.items()}
 
 
 def number_in(path: str | Path, tensor: Shape) -> float | None:
