@@ -17,7 +17,7 @@ from slurmgpu.executors import live_tasks, resubmission
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome, start
 from slurmgpu.inputs import InputSpec, check_input
-from slurmgpu.merge import merge
+from slurmgpu.merge.failed_items import failed_again, forget_deaths
 from slurmgpu.plan.container_spec import contain_again
 from slurmgpu.plan.written_keys import edited_notes
 from slurmgpu.report.completeness import is_complete
@@ -72,7 +72,7 @@ def resubmit(
         remove(recompute_path(run.folder))  # left by a failed submission of the same number
         if drafted.again.shards:
             write_recompute(run.folder, drafted.again)
-            merge.forget_deaths(run, list(drafted.again.shards))
+            forget_deaths(run, list(drafted.again.shards))
         return drafted.submission, [*drafted.changed, *drafted.notes, *drafted.computed]
 
     return start(run, prepare, lambda: on_tick(run), tell=tell)
@@ -102,7 +102,7 @@ def foresee(run: Run, asked: Request, *, force: bool) -> Resubmission:
 
 def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
     number = max((line["submission"] for line in run.submissions()), default=0) + 1
-    again = merge.failed_again(run, number) if asked.failed else Recompute(number, {})
+    again = failed_again(run, number) if asked.failed else Recompute(number, {})
     missing = sorted(set(range(run.plan.n_shards)) - run.published(fresh=True))
     if not missing and not again.shards and not asked.other_code:
         raise _nothing_to_compute(run)

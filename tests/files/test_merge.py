@@ -15,10 +15,11 @@ from slurmgpu.cli.views.report import show_report
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.executors import submission as submissions
 from slurmgpu.executors.submission import merge_by_hand
+from slurmgpu.merge import failed_items, files_to_join, merged_file, shards_folder, sources
 from slurmgpu.merge import merge as merging
-from slurmgpu.merge import merged_file, sources
+from slurmgpu.merge.failed_items import failed_again
 from slurmgpu.merge.join import verify_joined
-from slurmgpu.merge.merge import failed_again, merge
+from slurmgpu.merge.merge import merge
 from slurmgpu.report.completeness import is_complete
 from slurmgpu.report.report_file import read_report
 from slurmgpu.report.status import read_status
@@ -230,7 +231,7 @@ def test_a_read_that_fails_for_good_ends_the_merge_and_changes_nothing(run, fail
     publish(run, 1, failed={7})
     merge(run)
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
-    monkeypatch.setattr(merging, "PATIENCE_S", 0.0)  # that of a lease is left
+    monkeypatch.setattr(files_to_join, "PATIENCE_S", 0.0)  # that of a lease is left
     failing_reads("00001.h5", errno.EIO, times=10**9)
     with pytest.raises(OSError, match=r"Input/output error: .*00001.h5"):
         merge(run)
@@ -339,7 +340,7 @@ def test_failed_items_are_looked_for_where_the_merged_file_does_not_rule_them_ou
     merge(run)
     publish(run, 4, failed={21})
     opened = []
-    monkeypatch.setattr(merging, "Reader", lambda path: opened.append(path.name) or Reader(path))
+    monkeypatch.setattr(failed_items, "Reader", lambda path: opened.append(path.name) or Reader(path))
     write_recompute(run.folder, again := failed_again(run, 2))
     assert again.shards.keys() == {3, 4}
     assert opened == ["00003.h5", "00004.h5"]
@@ -639,8 +640,10 @@ def test_a_merge_looks_at_its_lock_right_before_each_step_that_cannot_be_undone(
 
     for name in ("replace", "unlink", "rmdir"):
         monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
-    verify = merging.verify_shard
-    monkeypatch.setattr(merging, "verify_shard", lambda path, **more: (steps.append("read"), verify(path, **more))[1])
+    verify = shards_folder.verify_shard
+    monkeypatch.setattr(
+        shards_folder, "verify_shard", lambda path, **more: (steps.append("read"), verify(path, **more))[1]
+    )
     merge(run, None, lambda: steps.append("look"))
     undone = (
         "replace 00002.h5",  # it was set aside, and is whole
@@ -694,7 +697,7 @@ def test_failed_items_that_are_computed_again_cost_no_row_wherever_that_is_kille
     def mend():
         at = Run.open(run.folder)
         write_recompute(at.folder, failed_again(at, 2))
-        merging.forget_deaths(at, [1, 3])
+        failed_items.forget_deaths(at, [1, 3])
         at.record_submission({"submission": 2, "executor": "local", "state": "submitting", "time": 0.0})
         publish_again(at, 2, failing={15})
         at.record_submission({"submission": 2, "state": "ended"})
