@@ -262,7 +262,7 @@ def a_kill_changes_no_bit_of_deterministic_kernels(machine: Machine) -> str:
     return hold(not differ, f"{len(differ)} tensors differ{': ' if differ else ''}{', '.join(differ)}")
 
 
-@finding(limit_s=40)
+@finding(limit_s=60)
 def a_group_of_all_gpus_sums_and_trains(machine: Machine) -> str:
     """All-reduce over all GPUs by NCCL (on CPUs, by gloo) is correct; DDP, FSDP and SyncBatchNorm have one's loss."""
     from slurmgpu.training.loop import Training
