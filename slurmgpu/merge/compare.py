@@ -280,7 +280,7 @@ def _key_reader(path: str, source: Source, key: str) -> KeyReader:
         found = list(map(_text, column.python_values(start, stop)))
         failed = np.flatnonzero(without_value(column, block.failed, start, stop)).tolist()
         try:
-            values = _of_input(source, key, [indices[place] for place in failed]) if has_input else []
+            values = _of_input(source, key, [indices[place] for place in failed]) if has_input and failed else []
         except SlurmGPUError as error:
             log.info("failed items have no %s: %s", key, error)
             values = []
