@@ -127,6 +127,29 @@ def test_a_compressed_file_is_read_as_the_plain_one(
     assert read_plan(tmp_path / f"a.{suffix}.{compressed}") == read_plan(tmp_path / f"a.{suffix}")
 
 
+NUMBERED = [f'{{"id": {i:6}}} \n'.encode() for i in range(200)]  # of 16 bytes, so that chunks begin with a line
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        ("jsonl", NUMBERED[0] + b"\n" * 300 + NUMBERED[1] + b"\r\n" * 300),
+        ("txt", b"a\n" + b"\n" * 300 + b"b" + b"\n" * 300),
+        ("txt", b"\n" * 300),
+        ("jsonl", b"".join([*NUMBERED[:151], b"not json       \n", *NUMBERED[152:]])),
+    ],
+)
+def test_chunks_of_newlines_and_bad_lines_behind_the_first_chunk_are_those_of_the_plain_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, content: bytes
+) -> None:
+    monkeypatch.setattr("slurmgpu.inputs.repack.CHUNK_BYTES", 128)
+    (tmp_path / f"a.{suffix}").write_bytes(content)
+    (tmp_path / f"a.{suffix}.gz").write_bytes(gzip.compress(content))
+    found = read_plan(tmp_path / f"a.{suffix}.gz")
+    assert found == read_plan(tmp_path / f"a.{suffix}")
+    assert (b"not json" in content) == ("FILE, line 152: " in found)
+
+
 @pytest.mark.parametrize("compressed", COMPRESSORS)
 @pytest.mark.parametrize(
     "damage",
