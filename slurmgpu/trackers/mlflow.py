@@ -16,6 +16,7 @@ TAG = "slurmgpu.id"
 MOST_METRICS = 1000
 MOST_PARAMS = 100
 MOST_CHARACTERS = 500
+MOST_OF_KEY = 250
 
 
 class MLflow(Tracker):
@@ -47,7 +48,7 @@ class MLflow(Tracker):
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Keep the values of a step for the next batch."""
-        metrics = [self._entities.Metric(_key(name), value, int(1000 * time), step) for name, value in values.items()]
+        metrics = [self._entities.Metric(key_of(name), value, int(1000 * time), step) for name, value in values.items()]
         if len(self._waiting) + len(metrics) > MOST_METRICS:
             self._send()
         self._waiting += metrics
@@ -56,7 +57,7 @@ class MLflow(Tracker):
         """Send the last batch, and the summary as the run's tags."""
         self._send()
         for name, value in summary.items():
-            self._client.set_tag(self._id, f"slurmgpu.{_key(name)}", f"{value:g}")
+            self._client.set_tag(self._id, f"slurmgpu.{key_of(name)}", f"{value:g}")
         if finished:
             self._client.set_terminated(self._id)
 
@@ -70,7 +71,7 @@ class MLflow(Tracker):
         return str(found.experiment_id)
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
-        params = [self._entities.Param(_key(name), str(value)[:MOST_CHARACTERS]) for name, value in config.items()]
+        params = [self._entities.Param(key_of(name), str(value)[:MOST_CHARACTERS]) for name, value in config.items()]
         for start in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + MOST_PARAMS])
 
@@ -80,6 +81,7 @@ class MLflow(Tracker):
             del self._waiting[:MOST_METRICS]
 
 
-def _key(name: str) -> str:
-    """A name with only the characters that MLflow accepts."""
-    return re.sub(r"[^\w.\-/ :]", "_", name)
+def key_of(name: str) -> str:
+    """A name that MLflow accepts: of some characters, not too long, and one that could be the path of a file."""
+    parts = (part if part.strip(".") else f"_{part}" for part in re.sub(r"[^\w.\-/ :]", "_", name).split("/"))
+    return "/".join(parts)[:MOST_OF_KEY]

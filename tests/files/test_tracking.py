@@ -18,6 +18,7 @@ from slurmgpu.run.metric_log import MetricReader, MetricWriter
 from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.shards.columns import Array
 from slurmgpu.trackers.interface import Tracker
+from slurmgpu.trackers.mlflow import key_of
 from slurmgpu.trackers.replay import Replay
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.worker.logged_values import BURST, RATE, LoggedValues
@@ -338,6 +339,21 @@ def test_the_numbers_of_the_reports_summary_go_to_the_run_as_a_whole(tmp_path, t
     replay.close(finished=True)
     sent = {"n_rows": 3, "n_errors": 1, "accuracy": 0.5, "by/cat/n": 3}
     assert tracker.summaries == {run.name: sent, f"{run.name}/00002": {}}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("val/top@5 (%)", "val/top_5 ___"),
+        ("über.a-b:c", "über.a-b:c"),
+        ("/loss", "_/loss"),  # of an empty prefix
+        ("a//b/", "a/_/b/_"),
+        ("../a/./...", "_../a/_./_..."),
+        ("a" * 300, "a" * 250),
+    ],
+)
+def test_every_name_has_one_that_mlflow_accepts(name, key):
+    assert key_of(name) == key
 
 
 def scalars(folder):
