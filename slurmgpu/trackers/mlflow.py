@@ -57,7 +57,7 @@ class MLflow(Tracker):
         """Send the last batch, and the summary as the run's tags."""
         self._send()
         for name, value in summary.items():
-            self._client.set_tag(self._id, f"slurmgpu.{key_of(name)}", f"{value:g}")
+            self._client.set_tag(self._id, f"slurmgpu.{key_of(name)}", str(value))
         if finished:
             self._client.set_terminated(self._id)
 

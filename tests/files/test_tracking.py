@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from slurmgpu.run.metric_log import MetricReader, MetricWriter
 from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.shards.columns import Array
 from slurmgpu.trackers.interface import Tracker
-from slurmgpu.trackers.mlflow import key_of
+from slurmgpu.trackers.mlflow import MLflow, key_of
 from slurmgpu.trackers.replay import Replay
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.worker.logged_values import BURST, RATE, LoggedValues
@@ -354,6 +355,15 @@ def test_the_numbers_of_the_reports_summary_go_to_the_run_as_a_whole(tmp_path, t
 )
 def test_every_name_has_one_that_mlflow_accepts(name, key):
     assert key_of(name) == key
+
+
+def test_mlflow_gets_the_numbers_of_the_summary_unrounded(monkeypatch):
+    found, tags = MLflow(), {}
+    monkeypatch.setattr(found, "_waiting", [], raising=False)
+    monkeypatch.setattr(found, "_id", "a", raising=False)
+    monkeypatch.setattr(found, "_client", SimpleNamespace(set_tag=lambda _, *tag: tags.update([tag])), raising=False)
+    found.close({"n_rows": 1_234_567, "/by": 0.123456789}, finished=False)
+    assert tags == {"slurmgpu.n_rows": "1234567", "slurmgpu._/by": "0.123456789"}
 
 
 def scalars(folder):
