@@ -45,14 +45,14 @@ class Column(NamedTuple):
 
 @dataclass
 class Reason:
-    """A reason for failures: the items or attempts with the same message, and the log of the first.
+    """A reason for failures, and the log of the first; `cases` are the items or attempts with the same message.
 
     `excerpt` is the log before, at and after the line at `where`; `death` is that of the first, if a worker died.
     """
 
     failure: str
     message: str
-    who: list[str] = field(default_factory=list)
+    cases: list[str] = field(default_factory=list)
     n: int = 0
     n_others: int = 0
     traceback: str = ""
@@ -141,12 +141,12 @@ def attempt_reasons(report: Report) -> list[Reason]:
     return _ranked(reasons)
 
 
-def _join(reason: Reason, who: str) -> None:
+def _join(reason: Reason, case: str) -> None:
     reason.n += 1
-    if who in reason.who[-1:]:  # several workers of an attempt died
+    if case in reason.cases[-1:]:  # several workers of an attempt died
         return
-    if len(reason.who) < MAX_NAMES:
-        reason.who.append(plain(who))
+    if len(reason.cases) < MAX_NAMES:
+        reason.cases.append(plain(case))
     else:
         reason.n_others += 1
 

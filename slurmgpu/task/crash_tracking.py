@@ -35,13 +35,13 @@ class Deaths:
         self._is_sure = False
         self._n_in_a_row = 0
 
-    def take_up(
+    def begin_call(
         self, shard: int, items: Sequence[int], is_isolated: bool, ahead: tuple[int, int] | None = None
     ) -> None:
         """Set the items in flight; `ahead` are shard and first item of the batch that is being prepared."""
         self._in_flight, self._ahead = (shard, items, is_isolated), ahead
 
-    def put_down(self, shard: int | None = None) -> None:
+    def end_call(self, shard: int | None = None) -> None:
         """Clear the items in flight if they are of this shard; when it is published, the next's may be in flight."""
         if self._in_flight is not None and shard in (None, self._in_flight[0]):
             self._in_flight = self._ahead = None
@@ -51,13 +51,13 @@ class Deaths:
         if self._broken is None:
             self._broken, self._is_sure = message, is_sure
 
-    def forgive(self) -> None:
+    def forget(self) -> None:
         """Forget deaths in a row: a shard was published, or an item has progressed."""
         self._n_in_a_row = 0
 
-    def forgive_in_flight(self) -> None:
+    def forget_in_flight(self) -> None:
         """Forget deaths with the items in flight: their progress is kept, so what comes next did not cause them."""
-        self.forgive()
+        self.forget()
         if self._in_flight is not None:
             shard, items, _ = self._in_flight
             history = read_history(self._run.claims.folder, shard)
@@ -95,24 +95,24 @@ class Deaths:
         history = read_history(self._run.claims.folder, shard)
         error, is_sole = f"{kind}: {message}", self._ahead is None
         is_sure = self._is_sure and POLICIES[kind].more_memory
-        guilty = history.record(
+        blamed = history.record(
             items, isolated=is_isolated, weight=weight, error=error, is_sole=is_sole, is_sure=is_sure
         )
         self._suspect_ahead(weight, shard, history)
-        if guilty is not None:
-            self.forgive()
+        if blamed is not None:
+            self.forget()
             if POLICIES[kind].more_memory and history.parked_by is None:
                 # More memory may help: the shard is left for a submission that has it.
-                del history.quarantined[guilty]
+                del history.quarantined[blamed]
                 history.parked_by = self._submission
                 try:
                     self._run.claims.park(shard, held.pop(shard))
                 except OSError as error:  # then its lease runs out, and the next worker finds its history
                     log.warning("shard %d cannot be parked: %s", shard, error)
-                log.error("shard %d is left for a submission with more memory: item %d", shard, guilty)
-                self.parked.append(f"item {guilty} needs more host memory; its shard {shard} was left")
+                log.error("shard %d is left for a submission with more memory: item %d", shard, blamed)
+                self.parked.append(f"item {blamed} needs more host memory; its shard {shard} was left")
             else:
-                log.error("item %d is quarantined: %s: %s", guilty, kind, message)
+                log.error("item %d is quarantined: %s: %s", blamed, kind, message)
         write_history(self._run.claims.folder, shard, history)
 
     def _suspect_ahead(self, weight: float, shard: int, history: History) -> None:

@@ -323,20 +323,20 @@ class Task:
                 self._leases.let_go(event["shard"])
             case "batch":
                 if (shard := self.record["shard"]) is not None:
-                    self._deaths.take_up(shard, event["items"], event["isolated"], event["ahead"])
+                    self._deaths.begin_call(shard, event["items"], event["isolated"], event["ahead"])
             case "waiting":
-                self._deaths.put_down()
+                self._deaths.end_call()
             case "progress":
-                self._deaths.forgive_in_flight()
+                self._deaths.forget_in_flight()
             case "published":
                 self._leases.let_go(event["shard"])
-                self._deaths.put_down(event["shard"])
-                self._deaths.forgive()
+                self._deaths.end_call(event["shard"])
+                self._deaths.forget()
             case "log":
                 self._metrics.write(event["points"])
             case "left":
                 self._left = event["shard"]
-                self._deaths.put_down()
+                self._deaths.end_call()
                 # An attempt that takes the shard over continues from the progress that is kept by then.
                 self.writer.leave(is_kept=self._leases.leave(event["shard"]))
             case "done":
@@ -351,7 +351,7 @@ class Task:
             case "broken":
                 self._deaths.note_broken(event["message"], is_sure=event["is_sure"])
                 if not event["blames_items"]:
-                    self._deaths.put_down()
+                    self._deaths.end_call()
         self._leases.renew_if_due()
         self.writer.write_if_due()
 

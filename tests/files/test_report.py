@@ -335,7 +335,7 @@ def test_a_report_of_a_million_failed_items_is_read_and_has_their_messages_short
     run = published_run(tmp_path / "run", {"y": Array("float32")}, [f"item {i}: {'x' * 400}" for i in range(4)])
     errors = merge(run)["errors"]
     assert [len(item["message"]) for item in errors] == [408, 408, 240, 240]
-    assert [len(reason.who) for reason in item_reasons(read_report(run))[0]] == [4]
+    assert [len(reason.cases) for reason in item_reasons(read_report(run))[0]] == [4]
     with results.open(run.merged) as merged:
         assert {len(message) for message in merged.errors.values()} == {408}
     os.truncate(report_path(run), 300 << 20)  # the rest are zeros, which are damage, and not too many

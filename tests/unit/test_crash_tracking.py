@@ -41,7 +41,7 @@ def test_a_task_gives_up_when_too_many_workers_die_while_loading(run):
 def test_a_task_gives_up_when_workers_die_of_ever_other_items_and_no_shard_is_published(run):
     deaths = Deaths(run, 1)
     for n in range(MAX_DEATHS):
-        deaths.take_up(0, [2 * n, 2 * n + 1], False)
+        deaths.begin_call(0, [2 * n, 2 * n + 1], False)
         death, why = deaths.add_death(-signal.SIGKILL, was_oom=False, held={})
         assert (death["shard"], death["items"]) == (0, [2 * n, 2 * n + 1])
         assert (why is not None) is (n == MAX_DEATHS - 1)
@@ -51,8 +51,8 @@ def test_a_published_shard_makes_the_deaths_before_it_forgotten(run):
     deaths = Deaths(run, 1)
     for n in range(3 * MAX_DEATHS):
         if n % (MAX_DEATHS - 1) == 0:
-            deaths.forgive()
-        deaths.take_up(0, [n], False)
+            deaths.forget()
+        deaths.begin_call(0, [n], False)
         assert deaths.add_death(-signal.SIGTERM, was_oom=False, held={})[1] is None
 
 
@@ -60,7 +60,7 @@ def test_a_quarantined_item_makes_the_deaths_before_it_forgotten(run):
     deaths = Deaths(run, 1)
     for item in range(MAX_DEATHS):
         for is_isolated in (False, True):
-            deaths.take_up(0, [item], is_isolated)
+            deaths.begin_call(0, [item], is_isolated)
             assert deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})[1] is None
     assert len(read_history(run.claims.folder, 0).quarantined) == MAX_DEATHS
 
@@ -85,17 +85,17 @@ def test_an_item_that_breaks_its_worker_is_quarantined_with_what_was_said_of_it(
     deaths = Deaths(run, 1)
     for items, is_isolated in (([4, 5, 6], False), ([5], True)):
         assert read_history(run.claims.folder, 0).quarantined == {}
-        deaths.take_up(0, items, is_isolated)
+        deaths.begin_call(0, items, is_isolated)
         deaths.note_broken("a device-side assert")
         deaths.note_broken("what came of it")
         deaths.add_death(code, was_oom=False, held={})
     assert read_history(run.claims.folder, 0).quarantined == {5: "crash: a device-side assert"}
 
 
-def test_who_was_put_down_is_not_suspected(run):
+def test_items_whose_call_has_ended_are_not_suspected(run):
     deaths = Deaths(run, 1)
-    deaths.take_up(0, [4], True)
-    deaths.put_down()
+    deaths.begin_call(0, [4], True)
+    deaths.end_call()
     death, _ = deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})
     assert "items" not in death
     assert read_history(run.claims.folder, 0) == History()
@@ -103,15 +103,15 @@ def test_who_was_put_down_is_not_suspected(run):
 
 def test_items_of_the_next_shard_are_still_suspected_when_the_last_one_is_published(run):
     deaths = Deaths(run, 1)
-    deaths.take_up(1, [44, 45], False, ahead=[1, 46])
-    deaths.put_down(0)
+    deaths.begin_call(1, [44, 45], False, ahead=[1, 46])
+    deaths.end_call(0)
     death, _ = deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})
     assert (death["shard"], death["items"]) == (1, [44, 45])
     history = read_history(run.claims.folder, 1)
     assert history.isolates([44, 45])
     assert history.isolates([46, 47])
-    deaths.take_up(1, [44], True)
-    deaths.put_down(1)
+    deaths.begin_call(1, [44], True)
+    deaths.end_call(1)
     assert "items" not in deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})[0]
 
 
@@ -121,7 +121,7 @@ def test_an_item_that_needs_more_host_memory_leaves_its_shard_to_a_submission_th
     deaths, held = Deaths(run, 1), {0: claims.read(0)}
     for n in range(2):
         for items, is_isolated in (([4, 5], False), ([4, 5], False), ([5], True), ([5], True)):
-            deaths.take_up(0, items, is_isolated)
+            deaths.begin_call(0, items, is_isolated)
             deaths.add_death(-signal.SIGKILL, was_oom=True, held=held)
         if n == 0:
             assert held == {}
@@ -138,7 +138,7 @@ def test_an_item_whose_own_process_was_killed_for_memory_is_called_once_in_a_sub
     assert run.claims.take(0, ME)
     deaths, held = Deaths(run, 1), {0: run.claims.read(0)}
     for n in range(2):
-        deaths.take_up(0, [5], is_isolated)
+        deaths.begin_call(0, [5], is_isolated)
         deaths.note_broken("the kernel killed a process of this job", is_sure=True)
         deaths.add_death(1, was_oom=True, held=held)
         assert [*read_history(run.claims.folder, 0).quarantined] == [5] * n
@@ -149,7 +149,7 @@ def test_an_item_whose_own_process_was_killed_for_memory_is_called_once_in_a_sub
 def test_no_item_waits_for_memory_at_once_if_something_else_may_have_used_it(run):
     deaths = Deaths(run, 1)
     for items, ahead, is_sure in (([4, 5], None, True), ([4], (0, 5), True), ([4], None, False)):
-        deaths.take_up(0, items, False, ahead)
+        deaths.begin_call(0, items, False, ahead)
         deaths.note_broken("a process of the pool died", is_sure=is_sure)
         deaths.add_death(1, was_oom=True, held={})
     assert not deaths.parked
@@ -157,24 +157,24 @@ def test_no_item_waits_for_memory_at_once_if_something_else_may_have_used_it(run
 
 def test_items_that_were_prepared_when_a_worker_died_are_suspected_as_those_that_were_computed(run):
     deaths = Deaths(run, 1)
-    deaths.take_up(0, [4, 5, 6, 7], False, ahead=[0, 8])
+    deaths.begin_call(0, [4, 5, 6, 7], False, ahead=[0, 8])
     deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})
     history = read_history(run.claims.folder, 0)
     assert history.isolates([4, 5, 6, 7])
     assert history.isolates([8, 9, 10, 11])
     assert not history.isolates([12, 13])
-    deaths.take_up(0, [9], True)
+    deaths.begin_call(0, [9], True)
     deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})
     assert [*read_history(run.claims.folder, 0).quarantined] == [9]
 
 
 def test_an_item_is_not_blamed_for_the_death_of_what_was_prepared_while_it_was_computed_alone(run):
     deaths = Deaths(run, 1)
-    deaths.take_up(0, [2], False, ahead=[0, 3])
+    deaths.begin_call(0, [2], False, ahead=[0, 3])
     deaths.add_death(3, was_oom=False, held={})  # of item 3
-    deaths.take_up(0, [2], True)
+    deaths.begin_call(0, [2], True)
     deaths.add_death(-signal.SIGKILL, was_oom=False, held={})  # by chance
-    deaths.take_up(0, [3], True)
+    deaths.begin_call(0, [3], True)
     deaths.add_death(3, was_oom=False, held={})
     assert [*read_history(run.claims.folder, 0).quarantined] == [3]
 
@@ -205,7 +205,7 @@ class Killing:
 )
 def test_an_item_that_kills_in_a_part_of_a_batch_is_quarantined_as_in_a_whole_one(run, error, fails, n_failed):
     deaths = Deaths(run, 1)
-    on_batch = functools.partial(deaths.take_up, 0)
+    on_batch = functools.partial(deaths.begin_call, 0)
     computer = Computer(
         adapt(Killing(error, fails), "Killing"), "Killing", COLUMNS, 8, on_batch=lambda *call: on_batch(*call[:2])
     )

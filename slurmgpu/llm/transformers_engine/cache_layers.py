@@ -16,7 +16,7 @@ GROWTH = 32
 
 
 class _InPlace:
-    """The base of both kinds. `_shown` are the latest views; any other tensors are not in `_rooms`.
+    """The base of both kinds. `_views` are the latest views; any other tensors are not in `_buffers`.
 
     transformers' code and `expand` may replace `keys` and `values` by other tensors, which are then copied to grow.
     """
@@ -26,15 +26,15 @@ class _InPlace:
     is_initialized: bool
     growth: int = GROWTH
 
-    _rooms: tuple[Tensor, Tensor]
+    _buffers: tuple[Tensor, Tensor]
     _first = 0
-    _shown: tuple[Tensor, Tensor] | None = None
+    _views: tuple[Tensor, Tensor] | None = None
 
     def set_columns(self, n_columns: int) -> None:
         """Add unused columns on the left, or remove columns there."""
         n_more = n_columns - self.keys.shape[2]
         self._reserve(len(self.keys), max(0, n_more), 0)
-        self._show(len(self.keys), self._first - n_more, n_columns)
+        self._view(len(self.keys), self._first - n_more, n_columns)
         if n_more > 0:
             # A masked column contributes 0 times its content, which must be finite.
             self.keys[:, :, :n_more] = 0
@@ -45,21 +45,21 @@ class _InPlace:
         self._reserve(len(self.keys), 0, 0)
         for each in (self.keys, self.values):
             each[targets] = each[sources]
-        self._show(n_rows, self._first, self.keys.shape[2])
+        self._view(n_rows, self._first, self.keys.shape[2])
 
     def add_rows(self, other: _InPlace) -> None:
         """Append the rows of a layer with as many columns."""
         n_rows = len(self.keys)
         self.growth = max(self.growth, other.growth)
         self._reserve(n_rows + len(other.keys), 0, 0)
-        self._show(n_rows + len(other.keys), self._first, self.keys.shape[2])
+        self._view(n_rows + len(other.keys), self._first, self.keys.shape[2])
         self.keys[n_rows:] = other.keys
         self.values[n_rows:] = other.values
 
     def adopt(self, keys: Tensor, values: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
         """Take tensors with `n_columns` columns in use and spare room after them; returns the columns in use."""
-        self._rooms = keys, values
-        self._show(len(keys), 0, n_columns)
+        self._buffers = keys, values
+        self._view(len(keys), 0, n_columns)
         return self.keys, self.values
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
@@ -68,31 +68,31 @@ class _InPlace:
             self.keys, self.values = keys[:, :, :0], values[:, :, :0]
         n_columns, n_new = self.keys.shape[2], keys.shape[2]
         self._reserve(len(keys), 0, n_new)
-        self._show(len(keys), self._first, n_columns + n_new)
+        self._view(len(keys), self._first, n_columns + n_new)
         self.keys[:, :, n_columns:] = keys
         self.values[:, :, n_columns:] = values
 
     def _reserve(self, n_rows: int, n_left: int, n_right: int) -> None:
         """Move to larger tensors unless there is room for `n_rows` rows, and for the new columns on both sides."""
-        if self._shown is not None and self.keys is self._shown[0] and self.values is self._shown[1]:
+        if self._views is not None and self.keys is self._views[0] and self.values is self._views[1]:
             last = self._first + self.keys.shape[2]
-            room = self._rooms[0]
-            if len(room) >= n_rows and self._first >= n_left and room.shape[2] - last >= n_right:
+            held = self._buffers[0]
+            if len(held) >= n_rows and self._first >= n_left and held.shape[2] - last >= n_right:
                 return
         old = self.keys, self.values
         (n_held, _, n_columns, _), n_all = old[0].shape, n_left + old[0].shape[2] + n_right + self.growth
         keys, values = (each.new_empty(n_rows, each.shape[1], n_all, each.shape[3]) for each in old)
-        self._rooms = keys, values
-        self._show(n_held, n_left, n_columns)
+        self._buffers = keys, values
+        self._view(n_held, n_left, n_columns)
         self.keys.copy_(old[0])
         self.values.copy_(old[1])
 
-    def _show(self, n_rows: int, first: int, n_columns: int) -> None:
+    def _view(self, n_rows: int, first: int, n_columns: int) -> None:
         self._first = first
-        keys, values = self._rooms
+        keys, values = self._buffers
         self.keys = keys[:n_rows, :, first : first + n_columns]
         self.values = values[:n_rows, :, first : first + n_columns]
-        self._shown = self.keys, self.values
+        self._views = self.keys, self.values
 
 
 class GrowingLayer(_InPlace, DynamicLayer):  # type: ignore[misc]
@@ -128,7 +128,7 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[
         seen = self.keys, self.values
         n_over = self.keys.shape[2] - (self.sliding_window - 1)
         if n_over > 0:
-            self._show(len(self.keys), self._first + n_over, self.sliding_window - 1)
+            self._view(len(self.keys), self._first + n_over, self.sliding_window - 1)
         return seen
 
 
