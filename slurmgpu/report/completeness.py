@@ -9,11 +9,14 @@ from slurmgpu.util.shared_files import PATIENCE_S
 
 
 def is_complete(run: Run) -> bool:
-    """Whether the merged file has a row for every item, and no submission will replace it."""
+    """Whether the merged file has a row for every item, and no submission will replace it.
+
+    submissions.jsonl may have been lost: then no submission is known.
+    """
     head = read_merged_head(run.merged, PATIENCE_S)
-    return (
-        head is not None and head.complete and head.fingerprint == run.plan.fingerprint and is_over(run.submissions())
-    )
+    if head is None or not head.complete or head.fingerprint != run.plan.fingerprint:
+        return False
+    return is_over(lines) if (lines := run.submissions()) else True
 
 
 def command_to_continue(run: Run) -> str:

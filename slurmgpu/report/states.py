@@ -74,7 +74,7 @@ def state_of(
     `leaving` are tasks that recorded their end but may still be in the queue; `at_work` is from `is_at_work`.
     """
     if not lines:
-        return "queued" if queue else "planned"
+        return "queued" if queue else "complete" if is_complete else "planned"
     # The merge may stay in the queue a little longer, and a task may be requeued after all is done.
     if is_over(lines) and (is_complete or not queue):
         if lines[-1].get("copied"):

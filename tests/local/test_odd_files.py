@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import resource
@@ -190,3 +191,28 @@ def test_logs_says_that_a_run_has_none_left(finished, slurmgpu, tmp_path):
     assert " has no logs and no records of tasks any more. " in slurmgpu("logs", "run", cwd=tmp_path, expect=2).stderr
     shutil.rmtree(tmp_path / "run" / "shards")  # merged.h5 has the rows
     assert " has no logs and no records of tasks any more. " in slurmgpu("logs", "run", cwd=tmp_path, expect=2).stderr
+
+
+def test_a_complete_run_whose_submissions_are_lost_stays_complete(finished, slurmgpu, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(finished, folder)
+    (folder / "run" / "submissions.jsonl").unlink()
+    assert json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)["state"] == "complete"
+    said = slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "has every shard: there is nothing to compute. `slurmgpu resubmit --failed" in said
+    again = slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0)
+    assert "24 of 24 rows, 1 of them failed" in again.stdout
+
+
+def test_a_run_whose_submissions_are_lost_while_it_computes_ends_as_it_is(project, slurmgpu):
+    folder = project(8)
+    (folder / "losing.py").write_text(
+        "from pathlib import Path\nfrom workloads import Rows\n\n\nclass Losing(Rows):\n"
+        '    def __call__(self, items):\n        Path("run/submissions.jsonl").unlink(missing_ok=True)\n'
+        "        return super().__call__(items)\n"
+    )
+    done = slurmgpu(
+        "submit", "--executor", "local", "--device", "cpu", "-s", "workload.use=losing.py:Losing", cwd=folder
+    )
+    assert (done.returncode, done.stderr.count("error:")) == (0, 0), done.stderr
+    assert "8 of 8 rows, 0 of them failed" in done.stdout

@@ -91,7 +91,8 @@ class _Follower:
         """Show the status every PROGRESS_S, and on a terminal published shards meanwhile."""
         if self._reader is None:
             self._reader = StatusReader(run)
-            self._begin(draws=not executor_named(run.last_submission()["executor"]).in_process)
+            lines = run.submissions()  # none if they were lost
+            self._begin(draws=not (lines and executor_named(lines[-1]["executor"]).in_process))
         if time.monotonic() - self._looked >= PROGRESS_S:
             self._looked = time.monotonic()
             self.status(self._reader.read(gpus_of=()))
@@ -139,7 +140,9 @@ def following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[
 
 def _not_again(run: Run) -> int:
     """How many items the last submission should have recomputed but did not; a complete run has their former rows."""
-    asked = run.computing(run.last_submission()["submission"])
+    if not (lines := run.submissions()):  # lost meanwhile
+        return 0
+    asked = run.computing(lines[-1]["submission"])
     if asked.recompute is None:
         return 0
     left = asked.recompute.shards.keys() - asked.published(fresh=True)
