@@ -166,7 +166,9 @@ class StatusReader:
             head = None
         is_complete = head is not None and head.complete and head.fingerprint == plan.fingerprint
         # Shards of merged rows may have been removed.
-        done, n_kept = (range(plan.n_shards), 0) if is_complete and (is_over(lines) or not lines) else (published, n_kept)
+        done, n_kept = (
+            (range(plan.n_shards), 0) if is_complete and (is_over(lines) or not lines) else (published, n_kept)
+        )
         verdicts = _verdicts(records, merged.rows, lines, living)
         attempts = [
             _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now, verdicts[name])

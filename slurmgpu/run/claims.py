@@ -21,7 +21,16 @@ from pathlib import Path
 from slurmgpu.run.counters import encode
 from slurmgpu.run.lock import checked
 from slurmgpu.util.atomic_files import partial_path
-from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, exists, list_names, read_bytes, remove, retried
+from slurmgpu.util.shared_files import (
+    PATIENCE_S,
+    UnusableFileError,
+    exists,
+    list_names,
+    make_folder,
+    read_bytes,
+    remove,
+    retried,
+)
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +99,15 @@ class Claims:
                 file.write(encode(vars(claim)))
 
         try:
-            retried(write, self.patience_s)
-        except (FileExistsError, FileNotFoundError):  # FileNotFoundError: another task took it over before the write
+            try:
+                retried(write, self.patience_s)
+            except FileNotFoundError:
+                if created:  # another task took it over before the write
+                    return False
+                # A purge removes folders that have long been empty: every task would wait for others to end for ever.
+                make_folder(self.folder)
+                retried(write, self.patience_s)
+        except FileExistsError:
             return False
         except OSError as error:
             if created:

@@ -48,6 +48,14 @@ def test_of_many_takers_one_wins_each_shard(claims):
     assert all(claims.read(shard).task == winners[0] for shard, winners in wins.items())
 
 
+def test_a_folder_of_claims_that_a_purge_has_removed_is_made_again(claims, tmp_path):
+    tmp_path.rmdir()
+    assert claims.take(3, owner("1_0"))
+    assert not claims.take(3, owner("1_1"))
+    with pytest.raises(FileNotFoundError):  # the run directory is gone
+        Claims(tmp_path / "gone" / "claims").take(3, owner("1_0"))
+
+
 def test_renewing_counts_the_lease_up_and_keeps_the_file_readable(claims):
     claim = owner("1_0")
     claims.take(3, claim)
