@@ -114,7 +114,7 @@ def test_a_packages_model_takes_a_suffix_and_is_not_bound_into_an_image(tmp_path
     [
         ("", "there is no folder ''"),
         ("./nowhere", "there is no folder './nowhere'"),
-        ("/no/where-8bit", "there is no folder '/no/where'"),
+        ("/no/where-8bit", "there is no folder '/no/where'; expected"),
         ("a/b/c", "there is no folder 'a/b/c'"),
         ("./emty", "\"package:NAME\". Did you mean 'empty'?"),
         ("https://huggingface.co/lab/model", "is a URL; expected the model's name on the hub, here 'lab/model'."),

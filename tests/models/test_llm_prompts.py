@@ -298,6 +298,12 @@ def test_what_failed_and_what_has_no_label_counts_as_wrong():
     assert summary["by_label"]["b"] == {"n": 2, "precision": None, "recall": 0.0, "f1": 0.0}
 
 
+def test_the_agreement_with_true_labels_is_that_of_the_items_with_both():
+    pairs = {("a", "a"): 20, ("a", "b"): 5, ("b", "a"): 10, ("b", "b"): 15, ("b", ""): 7}
+    summary = metrics.classification_summary(metrics.count_matrix(pairs, ["a", "b"]), ["a", "b"], n_failed=3)
+    assert summary["kappa"] == pytest.approx(0.4)
+
+
 def test_nothing_counted_is_undefined_and_no_error():
     summary = metrics.classification_summary(metrics.count_matrix({}, ["a", "b"]), ["a", "b"])
     assert summary["accuracy"] is summary["accuracy_interval"] is summary["macro_f1"] is None

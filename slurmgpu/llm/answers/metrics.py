@@ -131,9 +131,9 @@ def label_rates(counts: Counts, label: int) -> dict[str, float | None]:
 
 
 def classification_summary(counts: Counts, labels: Sequence[str], n_failed: int = 0) -> dict[str, Any]:
-    """Accuracy with its interval, macro F1, each label's metrics and the confusion matrix, for JSON.
+    """Accuracy with its interval, macro F1, Cohen's kappa, each label's metrics and the confusion matrix, for JSON.
 
-    Failed items, which have no truth, and items without a label count as wrong in the accuracy.
+    Failed items, which have no truth, and items without a label count as wrong in the accuracy. Kappa leaves them out.
     """
     n, n_right = int(counts.sum()) + n_failed, int(np.trace(counts))
     metrics, support = class_metrics(counts), counts.sum(axis=1).tolist()
@@ -141,6 +141,7 @@ def classification_summary(counts: Counts, labels: Sequence[str], n_failed: int 
     return {
         **accuracy(n_right, n),
         "macro_f1": macro_f1(counts),
+        "kappa": cohen_kappa(counts[:, : len(counts)]),
         "by_label": {
             label: {"n": support[i], **{name: values[i] for name, values in metrics.items()}}
             for i, label in enumerate(labels)

@@ -126,7 +126,7 @@ def locate(model: str, revision: str | None = None, marker: str = hub.MODEL_CONF
         raise SlurmGPUError(f"model {model!r} is a URL; expected the model's name on the hub, here {short!r}.")
     if _is_path(model):
         raise SlurmGPUError(
-            f"there is no folder {model!r} in {Path.cwd()};"
+            f"there is no folder {model!r}{'' if Path(model).is_absolute() else f' in {Path.cwd()}'};"
             ' expected the folder of a model, its name on the hub, or "package:NAME".'
             f"{hub.similar_folder(model)}"
         )
