@@ -116,6 +116,9 @@ PLACES: dict[str, Any] = {
     "array": Annotated[bool | None, typer.Option("--array/--no-array", help="Spread the GPUs over array tasks.")],
     "gpus_per_task": Annotated[int | None, typer.Option("--gpus-per-task", help="GPUs of each array task (1).")],
     "nodes_per_task": Annotated[int | None, typer.Option("--nodes-per-task", help="Nodes of each task (1).")],
+    "tasks_per_node": Annotated[
+        int | None, typer.Option("--tasks-per-node", help="Tasks of each job (1; as many as fit, of a whole node).")
+    ],
     "gpu_type": Annotated[str | None, typer.Option("--gpu-type", help="The GPU type by Slurm's name, such as a100.")],
     "processes": Annotated[
         str | None,

@@ -44,6 +44,7 @@ use = "{use}"
 # gpu_type = "a100"                # as Slurm calls it
 # processes = "per-gpu"            # a process for each GPU of a task; default: the workload's choice
 # nodes_per_task = 2               # spread each task over nodes; needs processes = "per-gpu"
+# tasks_per_node = 4               # tasks that share a job's node; where Slurm gives whole nodes, as many as fit
 # device = "cpu"                   # compute on CPUs even if GPUs are allocated
 
 # [container]                      # without it tasks run in the Python that submits

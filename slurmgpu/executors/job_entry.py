@@ -7,7 +7,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
@@ -17,7 +19,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import blaming
 from slurmgpu.run.heartbeats import beating, refuse_twin
 from slurmgpu.run.liveness import is_orphaned, patience
-from slurmgpu.run.records import Attempt, node_name
+from slurmgpu.run.records import Attempt, Unread, node_name
 from slurmgpu.run.submissions import SubmissionLine, abroad
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.own_job import OwnJob, nodes_here, own_job, refuse_copies
@@ -26,7 +28,7 @@ from slurmgpu.task.nodes import node_rank
 from slurmgpu.task.spare_worker import SpareWorker, fork_worker
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import EXIT_STOPPED
-from slurmgpu.util import early_signals
+from slurmgpu.util import early_signals, gpus
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.prctl import outlive_parent
@@ -53,21 +55,22 @@ def run_task(folder: Path, submission: int) -> None:
     """A task of Submitit's array; exits with the task's code, for Slurm's accounting."""
     early_signals.remember()
     _log_like_ours()
-    _end_copies()
     with blaming(node_name()):
         run, own = Run.open(folder), own_job(own_array=True)
         with _beating(folder, own):
             given = run.submission(submission)
+            _end_copies(given.get("tasks_per_node", 1))
+            take_own_gpus(given["gpus_per_task"], own.tasks_per_node)
             nodes = given["nodes_per_task"]
             code = work(run, _attempt(run, own, given, given["gpus_per_task"] // nodes, nodes), own.end_time)
     if code:
         sys.exit(code)
 
 
-def _end_copies() -> None:
+def _end_copies(tasks_per_node: int = 1) -> None:
     """If srun has started this job more than once, exit with a message; Submitit would show a traceback."""
     try:
-        refuse_copies()
+        refuse_copies(tasks_per_node)
     except SlurmGPUError as error:
         log.error("%s", error)
         sys.exit(EXIT_USAGE)
@@ -79,7 +82,7 @@ def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[Non
 
 def _named(own: OwnJob) -> tuple[str, str, int]:
     """The attempt of a job, its id, and this node's rank in it."""
-    return f"{own.array_job}_{own.task}.{own.restart}", own.array_job, node_rank()
+    return f"{own.array_job}_{own.task}.{own.restart}", own.array_job, node_rank() if nodes_here() > 1 else 0
 
 
 def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array: bool) -> int:
@@ -100,11 +103,13 @@ def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array
         owners.refuse_unwritable(run, "compute it", computes=True)
         owners.refuse_foreign(run, "compute it", [run.folder / "submissions.jsonl"])
         own = own_job(own_array=own_array)
+        n_gpus = manual_jobs.own_gpus(run)
         refuse_twin(folder, *_named(own), patience(run.plan.lease_s), _end_if_asked)
-        with _beating(run.folder, own), manual_jobs.log_beside(run, f"{own.array_job}_{own.task}"):
-            given = manual_jobs.join(run, own, device, _end_if_asked)
+        with _beating(run.folder, own), manual_jobs.log_beside(run, own.job_id):
+            given = manual_jobs.join(run, own, n_gpus, device, _end_if_asked)
             given = {**given, "device": device or given["device"]}
-            return work(run, _attempt(run, own, given, manual_jobs.gpus_here(), nodes_here()), own.end_time)
+            take_own_gpus(n_gpus, own.tasks_per_node)
+            return work(run, _attempt(run, own, given, n_gpus, nodes_here()), own.end_time)
 
 
 def _end_if_asked() -> None:
@@ -134,18 +139,52 @@ def work(
     if task.record["reason"] == "complete":
         executor_named(attempt.executor).drop_waiting(attempt.job)
     elif task.record["failure"] == "preempted":
+        _wait_for_job(run, attempt)
         executor_named(attempt.executor).requeue_preempted()
     return code
 
 
+REQUEUE_PATIENCE_S = 25.0
+"""How long a task that requeues its job waits for the other tasks of the job, which are told to end as well."""
+
+
+def _wait_for_job(run: Run, attempt: Attempt) -> None:
+    """Wait until the other tasks of this task's job have ended: a requeue would kill them."""
+    n = run.submission(attempt.submission).get("tasks_per_node", 1)
+    first = attempt.task // n * n
+    others = [replace(attempt, task=first + rank).name for rank in range(n) if first + rank != attempt.task]
+    deadline = time.monotonic() + REQUEUE_PATIENCE_S
+    while time.monotonic() < deadline and not all(_has_ended(run, name) for name in others):
+        time.sleep(0.2)
+
+
+def _has_ended(run: Run, attempt: str) -> bool:
+    record = run.attempt(attempt)
+    return isinstance(record, Unread) or record["ended"] is not None  # one without a record has not begun
+
+
+def take_own_gpus(n_gpus: int, tasks_per_node: int) -> None:
+    """Let this task of a job with several see its own GPUs only, unless Slurm has bound them to it.
+
+    srun shows each task the GPUs of the whole step, if the site or the script does not say --gpus-per-task.
+    """
+    if tasks_per_node == 1 or not n_gpus:
+        return
+    ids, rank = gpus.visible_ids(), int(os.environ["SLURM_LOCALID"])
+    if ids is None:
+        ids = [str(number) for number in range(n_gpus * tasks_per_node)]
+    if len(ids) > n_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids[rank * n_gpus : (rank + 1) * n_gpus])
+
+
 def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes: int) -> Attempt:
     """The attempt of this Slurm job, which has `n_gpus` GPUs on this node, and `n_nodes` nodes."""
-    environ = os.environ
-    # A job asks for memory in one of three ways. 0 means all memory of the node.
+    environ, n_tasks = os.environ, own.tasks_per_node
+    # A job asks for memory in one of three ways, for all of its tasks. 0 means all memory of the node.
     shares = {
         "SLURM_MEM_PER_NODE": 1,
         "SLURM_MEM_PER_CPU": int(environ.get("SLURM_CPUS_ON_NODE", "0")),
-        "SLURM_MEM_PER_GPU": n_gpus,
+        "SLURM_MEM_PER_GPU": n_gpus * n_tasks,
     }
     return Attempt(
         job=own.array_job,
@@ -156,7 +195,9 @@ def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes:
         n_gpus=n_gpus,
         device=given["device"],
         end_time=own.end_time(),
-        memory_mb=next((int(environ[name]) * n or None for name, n in shares.items() if name in environ), None),
+        memory_mb=next(
+            (int(environ[name]) * n // n_tasks or None for name, n in shares.items() if name in environ), None
+        ),
         n_nodes=n_nodes,
         nodes=commands.hostnames(environ["SLURM_STEP_NODELIST"]) if n_nodes > 1 else (),
         abroad=abroad(run.submissions(), environ.get("SLURM_CLUSTER_NAME", "")),

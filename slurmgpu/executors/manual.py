@@ -79,14 +79,16 @@ def _task_options(submission: Submission) -> dict[str, Any]:
     asked = ",".join(part.partition(":")[2] or "1" for part in parts if part.partition(":")[0] == "gpu")
     others = ",".join(part for part in parts if part.partition(":")[0] != "gpu")
     kind = f"{submission.gpu_type}:" if submission.gpu_type else ""
-    options["gpus_per_node"] = asked or f"{kind}{submission.whole_gpus_per_task // submission.nodes_per_task}"
+    options["gpus_per_node"] = asked or f"{kind}{submission.gpus_per_node}"
     if others:
         options["gres"] = others
     if submission.nodes_per_task > 1:
         options["nodes"] = submission.nodes_per_task
-    throttle = f"%{submission.n_concurrent}" if submission.n_concurrent < submission.n_tasks else ""
-    # Also for one task: without an array the %a in the scripts' --output is 4294967294.
-    options["array"] = f"0-{submission.n_tasks - 1}{throttle}" if submission.n_tasks > 1 else "0"
+    if submission.tasks_per_node > 1:
+        options["ntasks_per_node"] = submission.tasks_per_node
+    n_jobs, at_once = submission.n_jobs, submission.n_concurrent_jobs
+    # Also for one job: without an array the %a in the scripts' --output is 4294967294.
+    options["array"] = f"0-{n_jobs - 1}{f'%{at_once}' if at_once < n_jobs else ''}" if n_jobs > 1 else "0"
     return options
 
 

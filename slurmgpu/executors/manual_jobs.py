@@ -12,11 +12,12 @@ from dataclasses import replace
 from slurmgpu.code import snapshots
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.resubmission import first_submission
-from slurmgpu.plan.run_file import merge_tables
+from slurmgpu.plan.allocation import allocate
+from slurmgpu.plan.run_file import merge_tables, parse_resources
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.submissions import Submission, SubmissionLine
-from slurmgpu.slurm.own_job import OwnJob, nodes_here, refuse_copies
+from slurmgpu.slurm.own_job import OwnJob, nodes_here, refuse_copies, tasks_here
 from slurmgpu.util import gpus
 from slurmgpu.util.logging import LogFormatter
 from slurmgpu.util.shared_files import open_to_append
@@ -25,25 +26,32 @@ log = logging.getLogger(__name__)
 
 
 def check_job() -> None:
-    """Raise SlurmGPUError unless this is the only process of a Slurm job on its node."""
+    """Raise SlurmGPUError unless this is a process of a Slurm job."""
     if "SLURM_JOB_ID" not in os.environ:
         raise SlurmGPUError(
             "This is not a Slurm job. sbatch/array.sbatch runs `slurmgpu task` in one; "
             "to compute on this machine, use slurmgpu resubmit RUN --executor local."
         )
-    refuse_copies()
 
 
-def gpus_here() -> int:
-    """The GPUs that the job was given on this node."""
-    ids = gpus.visible_ids()
-    return int(os.environ.get("SLURM_GPUS_ON_NODE", len(ids or [])))
+def own_gpus(run: Run) -> int:
+    """The GPUs of this task on this node: those of the job, or its share where srun has started several tasks.
+
+    SlurmGPUError if there are more or fewer processes than the GPUs are for: they would be copies of one task.
+    """
+    n_gpus, n_tasks = int(os.environ.get("SLURM_GPUS_ON_NODE", len(gpus.visible_ids() or []))), tasks_here()
+    planned = allocate(parse_resources(run.plan.resources), None).gpus_per_task
+    refuse_copies(n_tasks if n_gpus and n_gpus == planned * n_tasks else 1)
+    return n_gpus // n_tasks
 
 
-def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] = lambda: None) -> SubmissionLine:
+def join(
+    run: Run, own: OwnJob, n_gpus: int, device: str | None, on_wait: Callable[[], None] = lambda: None
+) -> SubmissionLine:
     """The submission of this job, `own`: its first task records it, other tasks and requeued ones find it.
 
-    It has no merge job yet, because that is submitted by hand, too. `on_wait` is called while another task records it.
+    It has no merge job yet, because that is submitted by hand, too. A task has `n_gpus` on this node. `on_wait` is
+    called while another task records it.
     """
     array_job = own.array_job
     cluster = os.environ.get("SLURM_CLUSTER_NAME")
@@ -52,7 +60,7 @@ def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] 
     with run_lock(run.folder, "joining", patient=True, on_wait=on_wait) as lock:
         if given := _written(run, array_job, cluster):
             return given
-        asked = _as_submission(run, own.n_tasks, device)
+        asked = _as_submission(run, own, n_gpus, device)
         lock.check()
         line: SubmissionLine = {**asked.to_json(), "state": "queued", "by_hand": True, "array_job": array_job}
         if name := os.environ.get("SLURM_JOB_NAME"):
@@ -67,7 +75,7 @@ def _written(run: Run, array_job: str, cluster: str | None) -> SubmissionLine | 
     return next((line for line in lines if cluster is None or line.get("cluster", cluster) == cluster), None)
 
 
-def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
+def _as_submission(run: Run, own: OwnJob, n_gpus: int, device: str | None) -> Submission:
     """The submission from Slurm's environment, with those values of the last one that later submissions need."""
     lines = run.submissions()
     planned: SubmissionLine = {"submission": 0, "slurm": run.plan.slurm, "merge": run.plan.merge}
@@ -81,10 +89,11 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
     return replace(
         first_submission(wanted, run.plan.most_tasks(run.plan.n_shards)),
         submission=lines[-1]["submission"] + 1 if lines else 1,
-        n_tasks=n_tasks,
-        n_concurrent=n_tasks,
-        gpus_per_task=gpus_here() * n_nodes,
+        n_tasks=own.n_tasks,
+        n_concurrent=own.n_tasks,
+        gpus_per_task=n_gpus * n_nodes,
         nodes_per_task=n_nodes,
+        tasks_per_node=own.tasks_per_node,
         slurm=last["slurm"],
         merge=last["merge"],
         exclude=tuple(last.get("exclude", ())),

@@ -57,6 +57,11 @@ class Slurm(Executor):
                 f'gres = "{submission.slurm["gres"]}" gives each task a part of one GPU, but a task of this run asks '
                 f"for {count_of(submission.gpus_per_task, 'GPU')}. Give the number of tasks: --gpus N --array."
             )
+        if submission.shares_gpus and (submission.resources.get("tasks_per_node") or 1) > 1:
+            raise SlurmGPUError(
+                f'gres = "{submission.slurm["gres"]}" gives a job a part of one GPU, which its tasks cannot share: '
+                f"without tasks_per_node each task has a job, and a part of its own."
+            )
         commands.run("sbatch", "--version")
         refuse_other_cluster()
 

@@ -44,8 +44,8 @@ NOT_READ = "Could not make sense of sbatch output"
 def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
     """The sbatch scripts that `submit` would hand to Slurm, by job."""
     array = _array_executor(folder / "logs", name, submission)
-    if submission.n_tasks > 1:  # else Submitit makes it a plain job
-        array.parameters["map_count"] = submission.n_tasks
+    if submission.n_jobs > 1:  # else Submitit makes it a plain job
+        array.parameters["map_count"] = submission.n_jobs
     merge = _merge_executor(folder / "logs", name, submission, f"afterany:{ARRAY_JOB}")
     return {
         "array": array._make_submission_file_text(array._submitit_command_str, "dry-run"),
@@ -58,9 +58,9 @@ def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any
     refuse_odd_path(run.folder, not_in_paths)  # the run may have been planned for another executor, or moved
     array = _array_executor(run.logs, run.plan.name, submission)
     with commands.outside_job(), safe_path():
-        tasks = [run.folder] * submission.n_tasks
-        numbers = [submission.submission] * len(tasks)
-        jobs = _queue(run, "array", lambda: array.map_array(job_entry.run_task, tasks, numbers), submission.exclude)
+        folders = [run.folder] * submission.n_jobs
+        numbers = [submission.submission] * len(folders)
+        jobs = _queue(run, "array", lambda: array.map_array(job_entry.run_task, folders, numbers), submission.exclude)
         array_job = array_of(jobs[0].job_id)
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
@@ -155,14 +155,15 @@ def _let_back_in(excluded: Sequence[str]) -> str:
 
 
 def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.SlurmExecutor:
-    return _executor(logs, f"{queue.JOB_NAME}:{name}", _array_options(submission), submission.n_concurrent)
+    options, at_once = _array_options(submission), submission.n_concurrent_jobs
+    return _executor(logs, f"{queue.JOB_NAME}:{name}", options, at_once, submission.tasks_per_node)
 
 
 def _array_options(submission: Submission) -> dict[str, Any]:
     options = submission.sbatch_options
     if submission.whole_gpus_per_task and "gpu" not in gres_names(options):
         # Per node, not per task: for one process it is the same, and it hides no GPU from processes that share a node.
-        count = submission.gpus_per_task // submission.nodes_per_task
+        count = submission.gpus_per_node
         options["gpus_per_node"] = f"{submission.gpu_type}:{count}" if submission.gpu_type else count
     if submission.nodes_per_task > 1:
         options["nodes"] = submission.nodes_per_task
@@ -178,7 +179,9 @@ def _merge_executor(logs: Path, name: str, submission: Submission, dependency: s
     return _executor(logs, f"{queue.MERGE_NAME}:{name}", options, 1)
 
 
-def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: int) -> submitit.SlurmExecutor:
+def _executor(
+    logs: Path, name: str, options: Mapping[str, Any], parallelism: int, tasks_per_node: int = 1
+) -> submitit.SlurmExecutor:
     try:
         patch_submitit()
         executor = submitit.SlurmExecutor(logs, python=PYTHON)
@@ -191,7 +194,11 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
     setup, nodes = plain.pop("setup", None), plain.pop("nodes", 1)
     # One process on each node: srun(1) starts as many as fit if it gets --cpus-per-task and no --ntasks.
     # Without its own --export, a step has only the variables that sbatch's --export names; setup and Submitit set more.
-    step = ["--export=ALL", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    step = ["--export=ALL", f"--ntasks={nodes * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}"]
+    if tasks_per_node > 1:
+        # slurm.conf may let a task's end, or failure, end the others (KillOnBadExit, WaitTime).
+        step += ["--kill-on-bad-exit=0", "--wait=0"]
+        plain["ntasks-per-node"] = tasks_per_node
     # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
     if "cpus-per-task" in plain:
         step.append(f"--cpus-per-task={plain['cpus-per-task']}")

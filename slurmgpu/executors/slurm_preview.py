@@ -12,6 +12,7 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_jobs
 from slurmgpu.executors.interface import Preview
+from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, facts, limits
 
@@ -38,10 +39,10 @@ def ask_slurm(seen: Preview, run_dir: Path, container: ContainerRecord | None) -
 def respect_limits(
     asked: Submission, known: facts.Facts | None = None, *, is_array: bool = False
 ) -> tuple[Submission, list[str]]:
-    """The submission, reduced to MaxArraySize and MaxSubmitJobs, and a sentence for each change.
+    """The submission with the tasks of each job, reduced to MaxArraySize and MaxSubmitJobs; a sentence on each change.
 
-    Fewer tasks still finish the run: they take shards until none is left. A single task is a plain job, unless
-    `is_array`. `known` are Slurm's limits, if it was asked already.
+    Fewer tasks still finish the run: they take shards until none is left. A single job is no array, unless `is_array`.
+    `known` are Slurm's limits, if it was asked already.
     """
     if known is None:
         account = asked.sbatch_options.get("account")
@@ -49,6 +50,7 @@ def respect_limits(
         known = facts.read_facts(commands.configuration(), account, with_gpus=is_alone)
         for note in known.notes:
             log.info("%s", note)
+    asked, shared = share_nodes(asked, known)
     sizes = commands.array_limits(known.config)
     most = {name: size if is_array else max(1, size) for name, size in sizes.items()}
     # A merge job that resubmits counts as well, and so does an interactive job.
@@ -63,11 +65,30 @@ def respect_limits(
             f"cluster's administrators."
         )
     idle = limits.idle_gpus(asked, known)
-    if asked.n_tasks <= limit:
-        return asked, idle
-    less = replace(asked, n_tasks=limit, n_concurrent=min(asked.n_concurrent, limit))
-    fewer = f"{asked.n_tasks} tasks were asked for, but {name} is {limit}; {limit} will compute all shards."
-    return less, [fewer, *idle]
+    if asked.n_jobs <= limit:
+        return asked, shared + idle
+    n_tasks = limit * asked.tasks_per_node
+    less = replace(asked, n_tasks=n_tasks, n_concurrent=min(asked.n_concurrent, n_tasks))
+    in_jobs = "" if asked.tasks_per_node == 1 else f" and a job has {asked.tasks_per_node}"
+    fewer = f"{asked.n_tasks} tasks were asked for, but {name} is {limit}{in_jobs}; {n_tasks} will compute all shards."
+    return less, [*shared, fewer, *idle]
+
+
+def share_nodes(asked: Submission, known: facts.Facts) -> tuple[Submission, list[str]]:
+    """The submission with as many tasks in a job as it asks for, or as a whole node has room for; and a sentence."""
+    if asked.shares_gpus or asked.nodes_per_task > 1 or asked.tasks_per_node > 1:
+        return asked, []
+    wanted = parse_resources(asked.resources).tasks_per_node
+    if wanted is not None:
+        return asked.sharing_nodes(wanted), []
+    shared = asked.sharing_nodes(limits.tasks_of_whole_nodes(asked, known))
+    if shared.tasks_per_node == 1:
+        return asked, []
+    more = f" ({shared.n_tasks} tasks instead of {asked.n_tasks})" if shared.n_tasks > asked.n_tasks else ""
+    return shared, [
+        f"Slurm gives each job a whole node here, so {shared.tasks_per_node} tasks share one{more}. "
+        f"--tasks-per-node 1 gives each task a node of its own."
+    ]
 
 
 def hazards(container: ContainerRecord | None) -> list[str]:

@@ -56,18 +56,21 @@ def _logged_tasks(line: SubmissionLine, names: Sequence[str]) -> Iterator[tuple[
             yield job_here(line["executor"], line["submission"]), slot
     if job := line.get("array_job"):
         # JOB_TASK_RANK_log, and JOB_RANK_log of a job that is no array
-        found = (re.fullmatch(rf"{re.escape(job)}(?:_(\d+))?_\d+_log\.(?:err|out)", name) for name in names)
-        yield from sorted({(job, int(match[1] or 0)) for match in found if match})
+        found = (re.fullmatch(rf"{re.escape(job)}(?:_(\d+))?_(\d+)_log\.(?:err|out)", name) for name in names)
+        per_node = line.get("tasks_per_node", 1)
+        ranks = ((match, int(match[2]) if per_node > 1 else 0) for match in found if match)
+        yield from sorted({(job, int(match[1] or 0) * per_node + rank) for match, rank in ranks})
 
 
 def files_of(run: Run, record: Record, submissions: Sequence[SubmissionLine] | None = None) -> list[LogFile]:
     """The existing log files of an attempt: its task's, which a requeued task continues, then its workers'."""
     job, task, n_nodes = record["job"], record["task"], record["n_nodes"]
-    stems = [(f"{name}_{rank}", rank) for rank in range(n_nodes) for name in (f"{job}_{task}", job)]
+    lines = run.submissions() if submissions is None else submissions
+    lines = [line for line in lines if line["submission"] == record["submission"]]
+    index, first = divmod(task, lines[-1].get("tasks_per_node", 1) if lines else 1)
+    stems = [(f"{name}_{first + rank}", rank) for rank in range(n_nodes) for name in (f"{job}_{index}", job)]
     if job == job_here(record["executor"], record["submission"]):
-        lines = run.submissions() if submissions is None else submissions
-        own = [slots_of(line) for line in lines if line["submission"] == record["submission"]]
-        stems = [(f"{slots[task]}_0", 0) for slots in own if task < len(slots)] or stems
+        stems = [(f"{slots[task]}_0", 0) for slots in map(slots_of, lines) if task < len(slots)] or stems
     found = [
         LogFile(run.logs / f"{stem}_log.{end}", f"task{_of_node(rank)}{'.out' if end == 'out' else ''}")
         for stem, rank in stems

@@ -47,6 +47,21 @@ def allocate(resources: Resources, n_shards: int | None) -> Allocation:
             f'nodes_per_task = {nodes}, but processes = "one": one process sees the GPUs of its own node only. '
             f'Set processes = "per-gpu".'
         )
+    per_node = resources.tasks_per_node or 1
+    if per_node > 1 and nodes > 1:
+        raise SlurmGPUError(
+            f"tasks_per_node = {per_node} and nodes_per_task = {nodes}: several tasks share a node, or a task has "
+            f"several nodes. Give one of both."
+        )
+    if per_node > 1 and gpus and not resources.array:
+        raise SlurmGPUError(
+            f"tasks_per_node = {per_node}, but without --array one task holds all of gpus = {gpus}; add --array."
+        )
+    if n_concurrent > per_node and n_concurrent % per_node:
+        raise SlurmGPUError(
+            f"tasks_per_node = {per_node}, but {n_concurrent} tasks may run at once; expected a multiple of "
+            f"{per_node}, so that each job has as many. Correct {'gpus' if gpus else 'tasks'} or tasks_per_node."
+        )
     limit = n_shards or sys.maxsize
     n_tasks = min(resources.tasks or n_concurrent, limit)
     return Allocation(n_tasks, min(n_concurrent, n_tasks), per_task)

@@ -54,7 +54,11 @@ SLURM_RESERVED = {
     "gpus_per_node": "[resources] gpus and gpus_per_task set it",
     "gpus_per_task": "[resources] gpus_per_task sets it",
     "nodes": "[resources] nodes_per_task sets it",
-    **dict.fromkeys(NTASKS, "a task is one process on each of its nodes, which starts one for each GPU if needed"),
+    **dict.fromkeys(
+        NTASKS,
+        "a task is one process on each of its nodes, which starts one for each GPU if needed, and [resources] "
+        "tasks_per_node says how many tasks a job has",
+    ),
     **dict.fromkeys(
         ("clusters", "cluster", "M"), "slurmgpu finds its jobs on this cluster only; submit on the other cluster"
     ),
@@ -183,6 +187,7 @@ class Resources(Table):
     tasks: int | None = Field(None, ge=1)
     processes: Literal["one", "per-gpu"] | None = None
     nodes_per_task: int = Field(1, ge=1)
+    tasks_per_node: int | None = Field(None, ge=1)
     executor: ExecutorName = DEFAULT
     device: Literal["auto", "cpu"] = "auto"
 

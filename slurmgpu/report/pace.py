@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
-from slurmgpu.report.queued import Queue, array_task, is_suspended, requeued, startable, task_of
+from slurmgpu.report.queued import Queue, is_suspended, requeued, startable, task_of, tasks_of_job
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.liveness import is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import ALL_FAIL, BriefRecord
@@ -95,7 +95,7 @@ def pace_of(
     Ignores attempts that have written nothing for `patience_s`, by default a lease, and suspended ones.
     """
     patience_s = patience(plan.lease_s) if patience_s is None else patience_s
-    stopped = {array_task(job) for job in queue or () if is_suspended(job)}
+    stopped = {task for job in queue or () if is_suspended(job) for task in tasks_of_job(job)}
     living = [r for r in living_of(records, queue, now, patience_s) if task_of(r) not in stopped]
     waiting = startable(queue or (), living)
     n_waiting = sum(job["n_tasks"] for job, _ in waiting)

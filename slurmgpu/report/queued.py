@@ -9,11 +9,18 @@ from typing import TypedDict
 from slurmgpu.run.liveness import last_heard
 from slurmgpu.run.records import BriefRecord
 from slurmgpu.run.submissions import SubmissionLine, ended_jobs
-from slurmgpu.util.array_ids import array_of, indices_of
+from slurmgpu.util.array_ids import Indices, array_of, indices_of
 
 
-class Job(TypedDict):
-    """A job of the run in Slurm's queue, as in the JSON of status; a merge has no tasks."""
+class _Shared(TypedDict, total=False):
+    tasks_per_node: int
+
+
+class Job(_Shared):
+    """A job of the run in Slurm's queue, as in the JSON of status, or several of an array; a merge has no tasks.
+
+    `tasks_per_node` is there if each job has several tasks.
+    """
 
     job_id: str
     state: str
@@ -41,9 +48,16 @@ def is_suspended(job: Job) -> bool:
     return job["state"] in ("SUSPENDED", "STOPPED")
 
 
-def array_task(job: Job) -> str:
-    """The array task of a job in the queue: `1234_7`."""
-    return job["job_id"] if "_" in job["job_id"] else f"{job['job_id']}_0"
+def tasks_of_job(job: Job) -> set[str]:
+    """The tasks of a job that squeue lists alone: `1234_7`; none for jobs of an array that have not started."""
+    if "[" in job["job_id"]:
+        return set()
+    array = array_of(job["job_id"])
+    return {f"{array}_{task}" for task in _indices(job)}
+
+
+def _indices(job: Job) -> Indices:
+    return indices_of(job["job_id"], job.get("tasks_per_node", 1))
 
 
 def task_of(record: BriefRecord) -> str:
@@ -53,7 +67,7 @@ def task_of(record: BriefRecord) -> str:
 
 def requeued(queue: Queue) -> set[str]:
     """The array tasks that squeue lists one by one: an attempt of one without a recorded end died with its node."""
-    return {array_task(job) for job in queue if _waits(job)}
+    return {task for job in queue if _waits(job) for task in tasks_of_job(job)}
 
 
 def of_open(queue: Queue, lines: Sequence[SubmissionLine], over_before: Collection[str | None]) -> list[Job]:
@@ -82,8 +96,10 @@ def still_waiting(queue: Queue, records: Iterable[BriefRecord], asked: float) ->
     jobs: list[Job] = []
     for job in queue:
         if _waits(job) and seen:
-            indices = indices_of(job["job_id"])
-            n_left = job["n_tasks"] - sum(task in indices for task in seen.get(array_of(job["job_id"]), ()))
+            indices = _indices(job)
+            tasks = seen.get(array_of(job["job_id"]), ())
+            started = {task // indices.per_job for task in tasks if task in indices}  # a job's tasks start together
+            n_left = job["n_tasks"] - len(started) * indices.per_job
             if n_left > 0:
                 jobs.append({**job, "n_tasks": n_left})
         else:
@@ -96,12 +112,10 @@ def startable(queue: Queue, living: Iterable[BriefRecord]) -> list[tuple[Job, in
 
     squeue gives one reason and one start time for all of them: those of the first.
     """
-    at_work = {array_task(job) for job in queue if job["state"] != "PENDING"}
+    at_work = {task for job in queue if job["state"] != "PENDING" for task in tasks_of_job(job)}
     n_running = Counter(map(array_of, at_work | {task_of(record) for record in living}))
     waiting = [job for job in queue if _waits(job)]
-    limits = {
-        array_of(job["job_id"]): limit for job in waiting if (limit := indices_of(job["job_id"]).at_once) is not None
-    }
+    limits = {array_of(job["job_id"]): limit for job in waiting if (limit := _indices(job).at_once) is not None}
     room = {array: max(0, limit - n_running[array]) for array, limit in limits.items()}
     found = []
     for job in waiting:

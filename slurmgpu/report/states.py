@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TypedDict
 
-from slurmgpu.report.queued import Queue, array_task
+from slurmgpu.report.queued import Queue, tasks_of_job
 from slurmgpu.run.liveness import processes_here
 from slurmgpu.run.submissions import ENDS, SubmissionLine, is_of_processes, is_over
 
@@ -89,7 +89,7 @@ def state_of(
     if has_living:
         return "running"
     if queue:
-        tasks = [j for j in queue if j["n_tasks"] and (j["state"] == "PENDING" or array_task(j) not in leaving)]
+        tasks = [j for j in queue if j["n_tasks"] and (j["state"] == "PENDING" or not tasks_of_job(j) <= set(leaving))]
         if not tasks:
             return "merging" if any(not job["n_tasks"] for job in queue) else "ended"
         return "queued" if all(job["state"] == "PENDING" for job in tasks) else "running"

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
@@ -88,6 +88,7 @@ class SubmissionLine(_Number, Jobs, DirectoryId, total=False):
     gpus_per_task: int
     gpu_type: str | None
     nodes_per_task: int
+    tasks_per_node: int
     slurm: Mapping[str, Any]
     merge: Mapping[str, Any]
     after: Sequence[str]
@@ -123,9 +124,10 @@ NO_GRES = "none"
 class Submission:
     """One array job and its merge job, or the same on this machine.
 
-    `after` are merge jobs of other runs that this one waits for. `round` counts resubmissions by the merge job.
-    `container` is None if it is the plan's. `inject` are faults on demand. `code` is the snapshot of the user's modules
-    that its tasks import.
+    A job of the array has one task on `nodes_per_task` nodes, or `tasks_per_node` tasks on one node. `slurm` is what
+    one task asks for. `after` are merge jobs of other runs that this one waits for. `round` counts resubmissions by
+    the merge job. `container` is None if it is the plan's. `inject` are faults on demand. `code` is the snapshot of the
+    user's modules that its tasks import.
     """
 
     submission: int
@@ -136,6 +138,7 @@ class Submission:
     gpus_per_task: int
     gpu_type: str | None = None
     nodes_per_task: int = 1
+    tasks_per_node: int = 1
     slurm: Mapping[str, Any] = field(default_factory=dict)
     merge: Mapping[str, Any] = field(default_factory=dict)
     after: tuple[str, ...] = ()
@@ -152,12 +155,15 @@ class Submission:
 
     @property
     def sbatch_options(self) -> dict[str, Any]:
-        """[slurm], as `given`, with the nodes to exclude."""
+        """[slurm] for a job, as `given`: the memory and the gres of all its tasks, and the nodes to exclude."""
         options = given(self.slurm)
         if options.get("gres") == NO_GRES:
             del options["gres"]
             if "exclusive" not in self.slurm:
-                options["exclusive"] = True  # two tasks on a node would take the same GPUs
+                options["exclusive"] = True  # two jobs on a node would take the same GPUs
+        for name in ("mem", "gres") if self.tasks_per_node > 1 else ():
+            if name in options:
+                options[name] = times(str(options[name]), self.tasks_per_node)
         if self.exclude:
             options["exclude"] = ",".join(part for part in (str(options.get("exclude") or ""), *self.exclude) if part)
         return options
@@ -171,6 +177,36 @@ class Submission:
     def whole_gpus_per_task(self) -> int:
         """The GPUs that Slurm is asked for: none if each task gets a part of one, or all GPUs of its node."""
         return 0 if self.shares_gpus or self.slurm.get("gres") == NO_GRES else self.gpus_per_task
+
+    @property
+    def gpus_per_node(self) -> int:
+        """The GPUs that Slurm is asked for on each node of a job; 0 as for `whole_gpus_per_task`."""
+        return self.whole_gpus_per_task * self.tasks_per_node // self.nodes_per_task
+
+    @property
+    def n_jobs(self) -> int:
+        """The jobs of the array."""
+        return -(-self.n_tasks // self.tasks_per_node)
+
+    @property
+    def n_concurrent_jobs(self) -> int:
+        """How many jobs of the array may run at once."""
+        return -(-self.n_concurrent // self.tasks_per_node)
+
+    @property
+    def gpus_per_job(self) -> int:
+        """The GPUs of a job's tasks together."""
+        return self.gpus_per_task * self.tasks_per_node
+
+    def sharing_nodes(self, most: int) -> Submission:
+        """The submission with up to `most` tasks in a job: as few jobs as that needs, each with the same number.
+
+        It may have some tasks more than before, so that the last job has as many as the others.
+        """
+        n_jobs = -(-self.n_tasks // min(most, self.n_concurrent))
+        tasks_per_node = -(-self.n_tasks // n_jobs)
+        n_at_once = -(-self.n_concurrent // tasks_per_node) * tasks_per_node
+        return replace(self, n_tasks=n_jobs * tasks_per_node, n_concurrent=n_at_once, tasks_per_node=tasks_per_node)
 
     @property
     def walltime_s(self) -> float | None:
@@ -205,6 +241,16 @@ def shares_gpus(options: Mapping[str, Any]) -> bool:
 def gres_names(options: Mapping[str, Any]) -> set[str]:
     """The names in `gres` of [slurm]: `gpu` and `shard`, or one of the cluster's own, such as `gpumem`."""
     return {part.strip().partition(":")[0] for part in str(options.get("gres") or "").split(",")} - {""}
+
+
+def times(amounts: str, factor: int) -> str:
+    """Amounts in sbatch's formats, such as "64G", or "gpu:a100:1,lscratch:50" of gres, each times `factor`."""
+
+    def scaled(part: str) -> str:
+        found = re.fullmatch(r"(?s)(.*?)(\d+)([A-Za-z]*)", part) if part.rpartition(":")[2][:1].isdigit() else None
+        return f"{found[1]}{int(found[2]) * factor}{found[3]}" if found else f"{part}:{factor}"
+
+    return ",".join(scaled(part) for part in amounts.split(",") if part)
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from slurmgpu.report.attempts import Accounted, Accounting, AttemptRow, attempts_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.submissions import SubmissionLine, abroad, is_slurms
 from slurmgpu.slurm import commands, queue
-from slurmgpu.util.array_ids import array_of
+from slurmgpu.util.array_ids import array_of, indices_of
 from slurmgpu.util.shared_files import retried
 
 log = logging.getLogger(__name__)
@@ -59,18 +60,28 @@ Asked = Callable[[Sequence[str], Mapping[str, float]], Mapping[str, Sequence[Acc
 def _ask(run: Run, ask: Asked, among: Collection[str] | None = None) -> Accounting | None:
     """The answer on the run's array jobs of this cluster, or on those `among` them; None if there are none.
 
-    Slurm makes an array of one task a plain job. A larger array may be a plain job until Slurm splits it: left out.
+    A job's state is that of each of its tasks. Slurm makes an array of one job a plain job. A larger array may be a
+    plain job until Slurm splits it: left out.
     """
     lines = [line for line in run.submissions() if is_slurms(line) and "array_job" in line and not line.get("copied")]
     here = queue.own_cluster() if any(line.get("cluster") for line in lines) else None
     of_here = [line for line in lines if here is None or line.get("cluster", here) == here]
-    n_tasks = {line["array_job"]: line["n_tasks"] for line in of_here if among is None or line["array_job"] in among}
-    if not n_tasks:
+    asked = {line["array_job"]: line for line in of_here if among is None or line["array_job"] in among}
+    if not asked:
         return None
     suffix = f"@{name}" if (name := abroad(lines, here or "")) else ""
-    answer = ask(list(n_tasks), _begins(run, lines)).items()
-    tasks = {f"{job}_0" if n_tasks.get(job) == 1 else job: told for job, told in answer}
-    return {f"{task}{suffix}": told for task, told in tasks.items() if "_" in task}
+    found: dict[str, Sequence[Accounted]] = {}
+    for job, told in ask(list(asked), _begins(run, lines)).items():
+        array, is_in_array, _ = job.partition("_")
+        if array not in asked:  # another part of a hetjob
+            continue
+        per_node = asked[array].get("tasks_per_node", 1)
+        if "[" in job:  # jobs that have not started
+            found[f"{job}{suffix}"] = told
+        elif is_in_array or asked[array]["n_tasks"] == per_node:
+            shares = [replace(each, n_gpus=each.n_gpus // per_node) for each in told]
+            found |= {f"{array}_{task}{suffix}": shares for task in indices_of(job, per_node)}
+    return found
 
 
 def _filled(accounting: Accounting, told: Accounting) -> Accounting:

@@ -37,7 +37,8 @@ Row = Mapping[str, str]
 class Facts:
     """A cluster's limits in Slurm's own terms; if a command did not answer, its part is empty, and a note says so.
 
-    `partitions` are by name, and so are `gpus`: for each node of a partition its GPUs by type. `associations` are this
+    `partitions` are by name, and so are `gpus`, for each node of a partition its GPUs by type, and `sizes`, in the same
+    order the node's CPUs and its memory in MB. `associations` are this
     user's with the account, those of the account, and those of the accounts above it; they and `qos` are empty if they
     are not enforced.
     """
@@ -46,6 +47,7 @@ class Facts:
     config: Mapping[str, str] = field(default_factory=dict)
     partitions: Mapping[str, Row] = field(default_factory=dict)
     gpus: Mapping[str, Sequence[Mapping[str, int]]] = field(default_factory=dict)
+    sizes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     default_account: str = ""
     associations: Sequence[Row] = ()
     qos: Mapping[str, Row] = field(default_factory=dict)
@@ -62,7 +64,8 @@ def read_facts(config: Mapping[str, str], account: str | None = None, *, with_gp
     notes = facts.notes
     facts.partitions = _asked("Limits of partitions are", _partitions, {}, notes)
     if with_gpus or any(whole_nodes(row) for row in facts.partitions.values()):
-        facts.gpus = _asked("GPUs of partitions are", _gpus, {}, notes)
+        none: Nodes = ({}, {})
+        facts.gpus, facts.sizes = _asked("GPUs of partitions are", _nodes, none, notes)
     enforced = facts.config.get("AccountingStorageEnforce", "limits")
     if not re.search("limits|safe", enforced):
         notes.append(f"Limits of QOSes and associations are not enforced here: AccountingStorageEnforce = {enforced}.")
@@ -130,15 +133,23 @@ def _partitions() -> dict[str, Row]:
     return found
 
 
-def _gpus() -> dict[str, list[dict[str, int]]]:
-    found: dict[str, list[dict[str, int]]] = {}
-    asked = ("sinfo", "--noheader", "--all", "--format", "%R\x1f%D\x1f%G")
-    for name, n_nodes, gres in commands.table("\x1f", 3, *asked):
+Nodes = tuple[Mapping[str, Sequence[Mapping[str, int]]], Mapping[str, Sequence[tuple[int, int]]]]
+"""The GPUs of the nodes of each partition by type, and their CPUs and MB."""
+
+
+def _nodes() -> Nodes:
+    gpus: dict[str, list[dict[str, int]]] = {}
+    sizes: dict[str, list[tuple[int, int]]] = {}
+    # sinfo prints the least CPUs and memory of the nodes in a line, with "+" if they differ.
+    asked = ("sinfo", "--noheader", "--all", "--format", "%R\x1f%D\x1f%G\x1f%c\x1f%m")
+    for name, n_nodes, gres, cpus, megabytes in commands.table("\x1f", 5, *asked):
         kinds: dict[str, int] = {}
         for kind, count in GPUS.findall(gres):
             kinds[kind] = kinds.get(kind, 0) + int(count)
-        found.setdefault(name.strip(), []).extend([kinds] * int(n_nodes))
-    return found
+        size = int(cpus.strip().rstrip("+")), int(megabytes.strip().rstrip("+"))
+        gpus.setdefault(name.strip(), []).extend([kinds] * int(n_nodes))
+        sizes.setdefault(name.strip(), []).extend([size] * int(n_nodes))
+    return gpus, sizes
 
 
 def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list[Row], dict[str, Row]]:

@@ -124,20 +124,68 @@ def empty_partitions(submission: Submission, facts: Facts) -> list[str]:
     return [name for row in _partitions(submission, facts) if facts.gpus.get(name := row["PartitionName"]) == []]
 
 
+def tasks_of_whole_nodes(submission: Submission, facts: Facts) -> int:
+    """How many tasks a node has GPUs, CPUs and memory for, if all partitions give jobs whole nodes; otherwise 1."""
+    per_task, rows = submission.whole_gpus_per_task, _partitions(submission, facts)
+    if not per_task or submission.nodes_per_task > 1 or not all(_are_given_whole(submission, row) for row in rows):
+        return 1
+    most = [
+        _tasks_of_node(submission, n_gpus, size)
+        for name in (row["PartitionName"] for row in rows)
+        for n_gpus, size in zip(_gpus_of_nodes(submission, facts, name), facts.sizes.get(name, ()), strict=False)
+        if n_gpus >= per_task
+    ]
+    return min(most, default=1)
+
+
+def _tasks_of_node(submission: Submission, n_gpus: int, size: tuple[int, int]) -> int:
+    """How many tasks fit on a node with so many GPUs, and its CPUs and MB."""
+    options, per_task = submission.slurm, submission.gpus_per_task
+    cpus = _number(options.get("cpus_per_task")) or _number(options.get("cpus_per_gpu")) * per_task or 1
+    asked = (("mem", 1), ("mem_per_cpu", cpus), ("mem_per_gpu", per_task))
+    memory = next((_megabytes(str(options[name])) * n for name, n in asked if options.get(name)), 0)
+    return max(1, min(n_gpus // per_task, size[0] // cpus, size[1] // memory if memory else n_gpus))
+
+
+def _number(option: object) -> int:
+    return int(text) if (text := str(option)).isdecimal() else 0
+
+
+def _megabytes(text: str) -> int:
+    """An amount of memory in sbatch's format; 0 if it is all memory of a node, or no amount."""
+    found = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", text)
+    units = {"K": 1 / 1024, "G": 1024, "T": 1024**2}
+    return math.ceil(int(found[1]) * units.get(found[2].upper(), 1)) if found else 0
+
+
+def _gpus_of_nodes(submission: Submission, facts: Facts, partition: str) -> list[int]:
+    """The GPUs of each node of a partition, of the type that is asked for."""
+    kind = submission.gpu_type
+    return [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus.get(partition, ())]
+
+
 def idle_gpus(submission: Submission, facts: Facts) -> list[str]:
-    """A sentence if tasks are given whole nodes, and thus GPUs on which they do not compute."""
-    per_node = submission.whole_gpus_per_task // submission.nodes_per_task
+    """A sentence if jobs are given whole nodes, and thus GPUs on which they do not compute."""
+    per_node = submission.gpus_per_node
     for row in _partitions(submission, facts) if per_node else ():
         name = row["PartitionName"]
-        fitting = [there for node in facts.gpus.get(name, ()) if (there := sum(node.values())) >= per_node]
+        fitting = [there for there in _gpus_of_nodes(submission, facts, name) if there >= per_node]
         if _are_given_whole(submission, row) and fitting and per_node < (least := min(fitting)):
             return [
-                f"The partition {name} gives each task a whole node: its {least} GPUs are held, and charged for, and "
-                f"the task computes on {per_node}. To use all, let a script of your own ask for a node and call "
-                f"`slurmgpu submit --executor local --gpus {least} --array`, which starts {least} tasks there, or give "
-                f"a task all of them by gpus_per_task = {least}."
+                f"The partition {name} gives each job a whole node: its {least} GPUs are held, and charged for, and "
+                f"the job computes on {per_node}. {_more_gpus(submission, least)}"
             ]
     return []
+
+
+def _more_gpus(submission: Submission, least: int) -> str:
+    """What lets a job compute on all GPUs of a node."""
+    per_task = submission.gpus_per_task
+    if submission.nodes_per_task == 1 and submission.n_tasks == submission.tasks_per_node:
+        return f"To use all, ask for them: --gpus {least} --array, or a task with gpus_per_task = {least}."
+    if submission.resources.get("tasks_per_node"):
+        return f"To use all, set tasks_per_node = {least // per_task}."
+    return "More tasks do not fit there: ask for fewer CPUs or less memory for each, or for more GPUs."
 
 
 def _are_given_whole(submission: Submission, partition: Row) -> bool:
@@ -249,10 +297,9 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
         yield _of_walltime(asked, f"MaxTime of partition {name}", partition.get("MaxTime", ""), never)
     if name not in facts.gpus:
         return
-    kind = asked.gpu_type or ""
-    counts = [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus[name]]
-    what = f"{kind} GPUs" if kind else "GPUs"
-    most, per_node = max(counts, default=0), asked.whole_gpus_per_task // asked.nodes_per_task
+    counts = _gpus_of_nodes(asked, facts, name)
+    what = f"{asked.gpu_type} GPUs" if asked.gpu_type else "GPUs"
+    most, per_node = max(counts, default=0), asked.gpus_per_node
     n_nodes = sum(count >= per_node for count in counts)
     if _are_given_whole(asked, partition):
         yield _of_nodes(asked, name, n_nodes, "each is given whole nodes")
@@ -279,10 +326,10 @@ def _of_partitions(of_each: Sequence[Sequence[Limit]], config: Mapping[str, str]
 
 
 def _of_nodes(asked: Submission, partition: str, n_nodes: int, why: str) -> Limit:
-    """A limit on the tasks at once, none of which shares its nodes; `why` says for what reason."""
-    wanted, n_tasks = asked.n_concurrent * asked.nodes_per_task, n_nodes // asked.nodes_per_task
-    fewer = f"{_fewer(n_tasks, 'Resources')}: {why}"
-    then = fewer if 0 < n_tasks < asked.n_concurrent else ""
+    """A limit on the jobs at once, none of which shares its nodes; `why` says for what reason."""
+    wanted, n_jobs = asked.n_concurrent_jobs * asked.nodes_per_task, n_nodes // asked.nodes_per_task
+    fewer = f"{_fewer(n_jobs * asked.tasks_per_node, 'Resources')}: {why}"
+    then = fewer if 0 < n_jobs < asked.n_concurrent_jobs else ""
     return Limit(f"nodes of partition {partition}", str(n_nodes), f"{wanted} at once", then)
 
 
@@ -304,16 +351,16 @@ def _of_rule(asked: Submission, held: Held, config: Mapping[str, str]) -> Limit:
         return _of_walltime(asked, name, value, never)
     most = int(value)
     if rule.kind == "jobs":
-        then = _fewer(most, reason) if asked.n_concurrent > most else ""
-        return Limit(name, value, f"{asked.n_concurrent} at once", then)
+        then = _fewer(most * asked.tasks_per_node, reason) if asked.n_concurrent_jobs > most else ""
+        return Limit(name, value, f"{asked.n_concurrent_jobs} at once", then)
     if rule.kind == "submit":
-        n_jobs = asked.n_tasks + 1  # the merge job
+        n_jobs = asked.n_jobs + 1  # the merge job
         return Limit(name, value, str(n_jobs), REFUSED if n_jobs > most else "")
     if rule.kind.startswith("minutes"):
         return _of_minutes(asked, held, never, reason, "safe" in config.get("AccountingStorageEnforce", ""))
-    if rule.kind == "task" or asked.gpus_per_task > most:
-        then = never if asked.gpus_per_task > most else ""
-        return Limit(name, count_of(most, "GPU"), f"{asked.gpus_per_task} for a task", then)
+    if rule.kind == "task" or asked.gpus_per_job > most:
+        then = never if asked.gpus_per_job > most else ""
+        return Limit(name, count_of(most, "GPU"), f"{asked.gpus_per_job} for a {_one(asked)}", then)
     return replace(_at_once(asked, name, most, reason), value=count_of(most, "GPU"))
 
 
@@ -322,26 +369,27 @@ def _of_minutes(asked: Submission, held: Held, never: str, reason: str, is_safe:
     most, name, unit = int(held.value), held.in_words, count_of(int(held.value), "GPU-minute")
     if asked.walltime_s is None:
         return Limit(name, unit, "no walltime", "")
-    of_task = math.ceil(asked.walltime_s / 60) * asked.gpus_per_task
+    of_job, n_tasks = math.ceil(asked.walltime_s / 60) * asked.gpus_per_job, asked.tasks_per_node
     if held.rule.kind == "minutes of a task":
-        return Limit(name, unit, f"{of_task:,} for a task", never if of_task > most else "")
+        return Limit(name, unit, f"{of_job:,} for a {_one(asked)}", never if of_job > most else "")
     if held.rule.kind == "minutes at once":
-        at_once = asked.n_concurrent * of_task
-        return Limit(name, unit, f"{at_once:,} at once", _fewer(most // of_task, reason) if at_once > most else "")
-    if (is_safe and of_task > most) or most == 0:  # without any, no job starts
-        return Limit(name, unit, f"{of_task:,} for a task", never)
+        at_once = asked.n_concurrent_jobs * of_job
+        then = _fewer(most // of_job * n_tasks, reason) if at_once > most else ""
+        return Limit(name, unit, f"{at_once:,} at once", then)
+    if (is_safe and of_job > most) or most == 0:  # without any, no job starts
+        return Limit(name, unit, f"{of_job:,} for a {_one(asked)}", never)
     # What others have used of it is not known here, nor how much of their walltimes the tasks will need.
-    in_all = asked.n_tasks * of_task
+    in_all = asked.n_jobs * of_job
     then = f"{PENDS if is_safe else ENDS} ({reason})" if in_all > most else ""
     return Limit(name, unit, f"{in_all:,} at most", then)
 
 
 def _of_cluster(asked: Submission, config: Mapping[str, str]) -> Iterator[Limit]:
-    n_tasks, n_jobs = asked.n_tasks, asked.n_tasks + 1  # the merge job
+    in_array, n_jobs = asked.n_jobs, asked.n_jobs + 1  # the merge job
     for name, size in array_limits(config).items() if "MaxArraySize" in config else ():
-        # One task is a plain job; of 0 there are no arrays.
-        then = REFUSED if n_tasks > max(1, size) else ""
-        yield Limit(name, str(size), f"{n_tasks} task{'' if n_tasks == 1 else 's'}", then)
+        # One job is a plain job; of 0 there are no arrays.
+        then = REFUSED if in_array > max(1, size) else ""
+        yield Limit(name, str(size), count_of(in_array, _one(asked)), then)
     if (most := config.get("MaxJobCount", "")).isdecimal():
         yield Limit("MaxJobCount, of all users", most, str(n_jobs), REFUSED if n_jobs > int(most) else "")
 
@@ -354,9 +402,14 @@ def _of_walltime(asked: Submission, name: str, longest: str, never: str) -> Limi
 
 def _at_once(asked: Submission, name: str, gpus: int, reason: str) -> Limit:
     """A limit on the GPUs that the tasks may have together."""
-    wanted = asked.n_concurrent * asked.gpus_per_task
-    then = _fewer(gpus // asked.gpus_per_task, reason) if wanted > gpus else ""
+    wanted = asked.n_concurrent_jobs * asked.gpus_per_job
+    then = _fewer(gpus // asked.gpus_per_job * asked.tasks_per_node, reason) if wanted > gpus else ""
     return Limit(name, str(gpus), f"{wanted} at once", then)
+
+
+def _one(asked: Submission) -> str:
+    """What each job of the array is."""
+    return "task" if asked.tasks_per_node == 1 else "job"
 
 
 def _fewer(n_tasks: int, reason: str) -> str:

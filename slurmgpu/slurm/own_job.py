@@ -27,8 +27,9 @@ YEAR_S = 365 * 86400
 class OwnJob:
     """The job of this process: the array's id and the index in it, or a plain job's id and 0.
 
-    `restart` is how often it was requeued; `n_tasks` is the number of tasks in the array. `end_time` returns when the
-    walltime ends, in seconds since the epoch; None without a limit, and until Slurm has answered.
+    A job may have several tasks, numbered as if each job of the array had as many: `tasks_per_node`. `restart` is how
+    often it was requeued; `n_tasks` is the number of tasks in the array. `end_time` returns when the walltime ends, in
+    seconds since the epoch; None without a limit, and until Slurm has answered.
     """
 
     array_job: str
@@ -36,6 +37,12 @@ class OwnJob:
     restart: int
     n_tasks: int = 1
     end_time: Callable[[], float | None] = lambda: None
+    tasks_per_node: int = 1
+
+    @property
+    def job_id(self) -> str:
+        """The job as Slurm names it in the array: "1234_7", "1234_0" for a plain job."""
+        return f"{self.array_job}_{self.task // self.tasks_per_node}"
 
 
 def nodes_here() -> int:
@@ -43,14 +50,24 @@ def nodes_here() -> int:
     return int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
 
 
-def refuse_copies() -> None:
-    """Raise SlurmGPUError unless this is the only process of its job on this node, and the other nodes have one each.
+def tasks_here() -> int:
+    """The tasks of this job, all on this node, by the processes that srun started; 1 for a task on several nodes."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) if nodes_here() == 1 else 1
 
-    Copies of a task would share one attempt, and each would consider its claims and files its own.
+
+def refuse_copies(tasks_per_node: int = 1) -> None:
+    """Raise SlurmGPUError unless the job has so many processes on its node, or one on each of its nodes.
+
+    Copies of a task would compute on the same GPUs, and each would consider its claims and files its own.
     """
     n_nodes, n_job_nodes = nodes_here(), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     n_processes = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if n_processes != n_nodes or n_nodes != n_job_nodes:
+    if tasks_per_node > 1 and (n_processes, n_nodes, n_job_nodes) != (tasks_per_node, 1, 1):
+        raise SlurmGPUError(
+            f"srun started {n_processes} processes on {n_nodes} of the job's {n_job_nodes} nodes; expected "
+            f"{tasks_per_node} on one: a process for each of its tasks."
+        )
+    if tasks_per_node == 1 and (n_processes != n_nodes or n_nodes != n_job_nodes):
         raise SlurmGPUError(
             f"The task was started {n_processes} times on {n_nodes} of the job's {n_job_nodes} nodes; expected once "
             "per node: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1, as in the scripts in sbatch/. The task "
@@ -76,10 +93,12 @@ def own_job(*, own_array: bool) -> OwnJob:
     else:
         array_job, index = environ.get("SLURM_ARRAY_JOB_ID", job_id), environ.get("SLURM_ARRAY_TASK_ID", "N/A")
         restart = environ.get("SLURM_RESTART_COUNT", "0")
+    n_jobs = int(environ.get("SLURM_ARRAY_TASK_COUNT", "1"))
     if is_in_array is False or not index.isdecimal():
-        return OwnJob(job_id, 0, int(restart), end_time=end_time)
-    n_tasks = int(environ.get("SLURM_ARRAY_TASK_COUNT", "1"))
-    return OwnJob(array_job, int(index), int(restart), n_tasks, end_time)
+        array_job, index, n_jobs = job_id, "0", 1
+    per_node = tasks_here()
+    task = int(index) * per_node + (int(environ.get("SLURM_PROCID", "0")) if per_node > 1 else 0)
+    return OwnJob(array_job, task, int(restart), n_jobs * per_node, end_time, per_node)
 
 
 def _is_in_array(environ: Mapping[str, str]) -> bool | None:

@@ -48,13 +48,14 @@ class QueuedJob:
     start: float | None = None
     comment: str = ""
 
-    def to_json(self, is_merge: bool) -> Job:
+    def to_json(self, is_merge: bool, tasks_per_node: int = 1) -> Job:
         """The job in the JSON of status."""
-        n_tasks = 0 if is_merge else len(indices_of(self.job_id))  # "1234_[5-9,12%4]" has six
+        n_tasks = 0 if is_merge else len(indices_of(self.job_id, tasks_per_node))  # "1234_[5-9,12%4]" has six jobs
         # RequeueExitHold of slurm.conf: it is pending, and held.
         state = "PENDING" if self.state == "SPECIAL_EXIT" else self.state
         told = {"job_id": self.job_id, "state": state, "reason": self.reason}
-        job = cast(Job, {**told, "start": self.start, "n_tasks": n_tasks})
+        several = {"tasks_per_node": tasks_per_node} if tasks_per_node > 1 else {}
+        job = cast(Job, {**told, "start": self.start, "n_tasks": n_tasks, **several})
         return {**job, "start": None} if is_held(job) else job
 
     @property
@@ -221,8 +222,12 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
     # Also of an array whose merge job could not be queued, and which could not be cancelled.
     expected = any(line["state"] not in ENDS and ("array_job" in line or _was_lost(line)) for line in lines)
     merges = {line.get("merge_job") for line in lines}
+    per_node = {line["array_job"]: line.get("tasks_per_node", 1) for line in lines if "array_job" in line}
     try:
-        told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among, and_requeued=True)]
+        told = [
+            job.to_json(job.is_merge or job.array_job in merges, per_node.get(job.array_job, 1))
+            for job in jobs_of(run, among, and_requeued=True)
+        ]
         expected = expected and (bool(told) or _are_here(lines))
     except commands.SlurmUnavailableError as error:
         log.log(logging.WARNING if expected else logging.DEBUG, "the queue is unknown: %s", in_short(error))

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Indices:
-    """Tasks of an array; `at_once` is how many may run at a time, None without a limit."""
+    """Tasks of an array; `at_once` is how many may run at a time, None without a limit.
+
+    `ranges` are the indices of jobs. A job has `per_job` tasks, which are numbered across all jobs.
+    """
 
     ranges: tuple[range, ...]
     at_once: int | None = None
+    per_job: int = 1
 
     def __len__(self) -> int:
-        return sum(map(len, self.ranges))
+        return sum(map(len, self.ranges)) * self.per_job
 
     def __contains__(self, task: int) -> bool:
-        return any(task in numbers for numbers in self.ranges)
+        return any(task // self.per_job in numbers for numbers in self.ranges)
+
+    def __iter__(self) -> Iterator[int]:
+        jobs = (number for numbers in self.ranges for number in numbers)
+        return (number * self.per_job + rank for number in jobs for rank in range(self.per_job))
 
 
 UNKNOWN = Indices((range(-1, 0),))
@@ -34,11 +43,11 @@ def task_of_attempt(attempt: str) -> str:
     return attempt.rpartition(".")[0]
 
 
-def indices_of(job_id: str) -> Indices:
-    """The tasks of "1234_[5-9,12%4]", "1234_[0-198:3]" or "1234_7"; of "1234", a job of one task, task 0."""
+def indices_of(job_id: str, per_job: int = 1) -> Indices:
+    """The tasks of "1234_[5-9,12%4]", "1234_[0-198:3]" or "1234_7", each a job of `per_job` tasks; of "1234", 0."""
     found = re.fullmatch(r"\[([\d,:-]+)(?:%(\d+))?\]|(\d+)", job_id.partition("_")[2] or "0")
     if found is None:
         return UNKNOWN
     parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", found[1] or found[3])
     ranges = tuple(range(int(first), int(last or first) + 1, int(step or 1)) for first, last, step in parts)
-    return Indices(ranges, None if found[2] is None else int(found[2]))
+    return Indices(ranges, None if found[2] is None else int(found[2]) * per_job, per_job)

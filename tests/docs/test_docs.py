@@ -337,7 +337,7 @@ KEYS = {
     "report.md: slurmgpu show --json": lambda written: written["show"],
     "report.md: slurmgpu status --json": lambda written: written["status"],
     "report.md: pace": lambda written: written["status"]["pace"],
-    "report.md: queue": lambda written: QueuedJob("7", "PENDING", "", "", "", "").to_json(False),
+    "report.md: queue": lambda written: QueuedJob("7", "PENDING", "", "", "", "").to_json(False, 4),
     "report.md: attempts of a status": lambda written: written["status"]["attempts"][0],
 }
 

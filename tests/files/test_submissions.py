@@ -8,7 +8,7 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.run import submission_log as module
-from slurmgpu.run.submissions import Submission, gres_names, shares_gpus
+from slurmgpu.run.submissions import Submission, gres_names, shares_gpus, times
 from tests.support.runs import planned_run
 
 
@@ -117,3 +117,36 @@ def test_options_that_are_not_utf_8_are_refused_before_a_script_is_written(told,
     given = Submission(1, "slurm", "auto", n_tasks=1, n_concurrent=1, gpus_per_task=1, **told)
     with pytest.raises(SlurmGPUError, match=rf"^{name} is .*\\udcff.*, which is not UTF-8"):
         Slurm().check(given, None)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "factor", "scaled"),
+    [
+        ("64G", 4, "256G"),
+        ("1500", 2, "3000"),
+        ("0", 4, "0"),
+        ("gpu", 4, "gpu:4"),
+        ("gpu:a100", 4, "gpu:a100:4"),
+        ("gpu:a100:1,lscratch:50G", 4, "gpu:a100:4,lscratch:200G"),
+    ],
+)
+def test_a_job_asks_for_as_much_for_each_of_its_tasks(amounts, factor, scaled):
+    assert times(amounts, factor) == scaled
+
+
+@pytest.mark.parametrize(
+    ("slurm", "asked"),
+    [
+        (
+            {"mem": "8G", "cpus_per_task": 3, "mem_per_cpu": "1G"},
+            {"mem": "32G", "cpus_per_task": 3, "mem_per_cpu": "1G"},
+        ),
+        ({"gres": "none"}, {"exclusive": True}),
+        ({"gres": "gpumem:20"}, {"gres": "gpumem:80"}),
+        ({"mem": False}, {}),
+    ],
+)
+def test_options_of_a_task_become_those_of_its_job(slurm, asked):
+    submission = Submission(1, "slurm", "auto", 8, 8, 1, tasks_per_node=4, slurm=slurm)
+    assert submission.sbatch_options == asked
+    assert (submission.n_jobs, submission.gpus_per_node) == (2, 0 if "none" in slurm.values() else 4)

@@ -14,11 +14,13 @@ from slurmgpu.executors.submitit_patches import patch_submitit
 from slurmgpu.report.attempts import Accounted, attempts_of
 from slurmgpu.report.queued import is_held
 from slurmgpu.report.status import StatusReader
+from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import accounting, commands, facts, queue
 from slurmgpu.slurm.survey import survey
 from slurmgpu.util import users
 from tests.files.test_status import change
 from tests.support.pretend_runs import pretend_run
+from tests.support.runs import planned_run
 
 PREFERRED = {
     "SQUEUE_STATES": "RUNNING",
@@ -440,6 +442,28 @@ def test_a_task_whose_prolog_failed_never_began(pretending):
     assert {task: each.began for task, [each] in found.items()} == began
 
 
+def test_accounting_of_a_job_is_that_of_each_of_its_tasks(pretending, tmp_path):
+    run = planned_run(tmp_path / "run")
+    for number, (job, n_tasks) in enumerate([("6", 8), ("9", 4)], 1):
+        line = Submission(number, "slurm", "auto", n_tasks, n_tasks, 1, tasks_per_node=4).to_json()
+        run.record_submission({**line, "state": "queued", "array_job": job})
+    lines = [
+        "6_0|COMPLETED|60|gres/gpu=4|gpu1|0:0|2099-11-27T21:57:01",
+        "6_1|REQUEUED|7|gres/gpu=4|gpu2|0:0|2099-11-27T21:57:01",
+        "6_1|NODE_FAIL|9|gres/gpu=4|gpu2|0:0|2099-11-27T22:57:01",
+        "9|TIMEOUT|60|gres/gpu=4|gpu1|0:0|2099-11-27T21:57:01",
+    ]
+    pretending("sacct", "cat <<END\n" + "\n".join(lines) + "\nEND")
+    found = accounting.accounting_of(run)
+    states = {task: [each.state for each in told] for task, told in found.items()}
+    assert states == {
+        **{f"6_{task}": ["COMPLETED"] for task in range(4)},
+        **{f"6_{task}": ["REQUEUED", "NODE_FAIL"] for task in range(4, 8)},
+        **{f"9_{task}": ["TIMEOUT"] for task in range(4)},
+    }
+    assert {each.n_gpus for told in found.values() for each in told} == {1}
+
+
 SHOWN = (
     "JobId={} {}JobName=slurmgpu:run JobState={} Requeue={} Restarts=0 EndTime=2026-11-28T10:08:03 "
     "PreemptEligibleTime=2026-11-28T10:07:29 PreemptTime={} SuspendTime=None Command=/home/ada/a.sh PreemptTime=x"
@@ -503,7 +527,7 @@ def test_lines_of_a_sites_wrapper_around_an_answer_are_passed_over(pretending):
     assert (found.accounts, found.qos) == (["lab"], ["lab"])
     answer("squeue", f"{OWN}|12|afterany:7(unfulfilled)")
     assert queue.dependents("7") == [("12", "afterany:7")]
-    answer("sinfo", "gpu\x1f2\x1fgpu:a100:4")
+    answer("sinfo", "gpu\x1f2\x1fgpu:a100:4\x1f64\x1f257000")
     known = facts.read_facts({})
     assert known.gpus == {"gpu": [{"a100": 4}] * 2}
     assert known.default_account == "lab"

@@ -19,7 +19,7 @@ from slurmgpu import submit
 from slurmgpu.cli.commands import sweep
 from slurmgpu.code import snapshots
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import live_tasks, manual_jobs
+from slurmgpu.executors import job_entry, live_tasks, manual_jobs
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.run import lock
@@ -34,6 +34,7 @@ from tests.support.runs import (
     datasets,
     holders,
     let_go,
+    planned_run,
     published,
     queued_of,
     records,
@@ -475,6 +476,27 @@ def test_a_job_with_a_shard_sees_the_gpu_that_it_is_a_part_of(project, slurmgpu,
     assert (record["n_gpus"], len(record["gpus"])) == (1, 1)
 
 
+def test_a_script_that_asks_for_several_tasks_of_a_job_starts_one_on_each_gpu(project, slurmgpu, sbatch):
+    folder = project(160, held_from=0, slurm={"mem_per_cpu": "100M"})
+    shown = slurmgpu(
+        "plan", "--gpus", "4", "--array", "--tasks-per-node", "4", "--device", "cpu", cwd=folder, expect=0
+    ).stdout
+    assert "--gpus-per-node=4 --ntasks-per-node=4 --array=0 " in shown
+    asked = ["--gpus-per-node=4", "--ntasks-per-node=4", "--array=0-1", "--cpus-per-task=1"]
+    job = sbatch(folder, *asked, SCRIPTS / "array.sbatch", "run")
+    wait_until(lambda: len(holders(folder)) == 8, "eight tasks")
+    let_go(folder)
+    wait_for_end(job)
+    slurmgpu("merge", "run", cwd=folder, expect=0)
+    check_rows(folder, 160)
+    [line] = submissions(folder)
+    assert (line["n_tasks"], line["gpus_per_task"], line["tasks_per_node"]) == (8, 1, 4)
+    gpus = {record["task"]: record["gpus"] for record in records(folder)}
+    assert gpus == {task: [str(task % 4)] for task in range(8)}
+    said = slurmgpu("logs", "run", f"{job}_6.0", cwd=folder, expect=0).stdout
+    assert f"attempt {job}_6.0 of" in said
+
+
 # The lines that plan prints
 
 
@@ -484,6 +506,8 @@ def test_a_job_with_a_shard_sees_the_gpu_that_it_is_a_part_of(project, slurmgpu,
         ({"gpus_per_task": 1}, "--gpus-per-node=1 --array=0 {}/array.sbatch"),
         ({"gpus_per_task": 0}, "--gpus-per-node=0 --array=0 {}/array.sbatch"),
         ({"gpus_per_task": 4, "gpu_type": "a100"}, "--gpus-per-node=a100:4 --array=0 {}/model-parallel.sbatch"),
+        ({"n_tasks": 12, "n_concurrent": 8, "tasks_per_node": 4, "slurm": {"mem": "2G"}},
+         "--mem=8G --gpus-per-node=4 --ntasks-per-node=4 --array=0-2%2 {}/array.sbatch"),
         ({"gpus_per_task": 8, "nodes_per_task": 2}, "--gpus-per-node=4 --nodes=2 --array=0 {}/multi-node.sbatch"),
         ({"n_tasks": 20, "n_concurrent": 4}, "--gpus-per-node=1 --array=0-19%4 {}/array.sbatch"),
         ({"n_tasks": 3, "n_concurrent": 3}, "--gpus-per-node=1 --array=0-2 {}/array.sbatch"),
@@ -531,9 +555,15 @@ def test_the_scripts_ask_for_what_the_task_and_slurm_need():
             assert re.search(r"^#SBATCH --signal=USR2@\d+$", text, re.M), path
             assert re.search(r"^#SBATCH --array=0$", text, re.M), path
             step = """sh -c 'trap "" USR2; exec "$0" "$@"' slurmgpu task --own-array "$RUN"\n"""
-            alone = """--export=ALL --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1"""
             cpus = """--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" """
-            assert text.endswith(f"srun {alone} {cpus}\\\n    {step}"), path
+            if path.name in ("array.sbatch", "model-parallel.sbatch"):
+                assert re.search(r"^#SBATCH --ntasks-per-node=1$", text, re.M), path
+                each = "--ntasks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))"
+                each = f'{each} --ntasks-per-node="$SLURM_NTASKS_PER_NODE" \\\n    '
+                cpus += "--kill-on-bad-exit=0 --wait=0 "
+            else:
+                each = '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 '
+            assert text.endswith(f"srun --export=ALL {each}{cpus}\\\n    {step}"), path
 
 
 # What a task is told of its job
@@ -563,19 +593,41 @@ def test_a_task_that_is_not_alone_on_its_node_or_leaves_one_out_is_refused(proje
         ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1"}, 4),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
         ({}, 0),
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_NUM_TASKS": "4"}, 1),
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_NUM_TASKS": "3"}, "started 3 times"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_NUM_TASKS": "4"}, "started 4 times"),  # the run plans one for each
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "started 4 times"),
     ],
 )
-def test_the_gpus_of_a_task_are_those_that_slurm_gave(monkeypatch, environment, n_gpus):
-    for name in ("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+def test_the_gpus_of_a_task_are_those_that_slurm_gave(monkeypatch, tmp_path, environment, n_gpus):
+    run = planned_run(tmp_path / "run", resources={"gpus": 8, "array": True})
+    for name in ("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert manual_jobs.gpus_here() == n_gpus
+    if isinstance(n_gpus, int):
+        assert manual_jobs.own_gpus(run) == n_gpus
+    else:
+        with pytest.raises(SlurmGPUError, match=n_gpus):
+            manual_jobs.own_gpus(run)
+
+
+@pytest.mark.parametrize(
+    ("visible", "n_gpus", "own"),
+    [("0,1,2,3", 1, "2"), ("GPU-a,GPU-b,GPU-c,GPU-d", 1, "GPU-c"), ("3", 1, "3"), (None, 1, "2"), (None, 2, "4,5")],
+)
+def test_a_task_that_shares_a_node_sees_its_own_gpus_only(monkeypatch, visible, n_gpus, own):
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    job_entry.take_own_gpus(n_gpus, 4)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == own
 
 
 def test_a_job_by_hand_has_the_code_of_the_last_submission_or_of_the_plan_or_none(tmp_path, monkeypatch):
     def code_of_a_job(job):
-        return manual_jobs.join(run, OwnJob(job, 0, 0), None)["code"]
+        return manual_jobs.join(run, OwnJob(job, 0, 0), 0, None)["code"]
 
     run = pretend_run(tmp_path / "run", 0, n_tasks=1)
     assert code_of_a_job("8") is None

@@ -222,12 +222,16 @@ def grace(cluster):
     cluster.run(*modify, "GraceTime=0", "PreemptMode=cluster")
 
 
-@pytest.mark.parametrize(("grace_s", "mode"), [(0, "cluster"), (100, "cluster"), by_night(100, "cancel")])
-def test_a_preempted_task_is_requeued_and_the_run_completes(project, cluster, grace, grace_s, mode):
+@pytest.mark.parametrize(
+    ("grace_s", "mode", "is_shared"),
+    [(0, "cluster", False), (100, "cluster", True), by_night(100, "cluster", False), by_night(100, "cancel", False)],
+)
+def test_a_preempted_task_is_requeued_and_the_run_completes(project, cluster, grace, grace_s, mode, is_shared):
     grace(grace_s, mode)
     settings = {"item_s": 0.15, "load_s": 0.1}
     folder = project(56, held_from=24, settings=settings, slurm={"qos": "normal"})
-    process = start(*WAIT, "--gpus", "2", cwd=folder)
+    shared = ["--tasks-per-node", "2"] if is_shared else []
+    process = start(*WAIT, "--gpus", "2", *shared, cwd=folder)
     wait_until_held(folder, 3, 2)
     urgent = ["--qos=high", "--nodes=2", "--exclusive", "--wrap", "true"]
     cluster.run("sbatch", "--parsable", "--output=/dev/null", *urgent)
@@ -414,11 +418,12 @@ def test_gres_cores_and_setup_of_the_run_file_are_those_of_the_tasks(project, sl
     folder = project(16, held_from=0, slurm=asked)
     source = (folder / "workloads.py").read_text()
     (folder / "workloads.py").write_text(source.replace("text.upper()", "os.environ['SHEEP']"))
-    shown = slurmgpu(*SUBMIT, "--gpus", "2", "--dry-run", cwd=folder, expect=0).stdout
+    submit = (*SUBMIT, "--gpus", "2", "--tasks-per-node", "1")
+    shown = slurmgpu(*submit, "--dry-run", cwd=folder, expect=0).stdout
     assert "gpus-per-node" not in shown  # they are not asked for twice
     assert "#SBATCH --cpus-per-task=3" in shown
     assert "--cpus-per-task=3 " in shown.partition("srun")[2]
-    slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
+    slurmgpu(*submit, cwd=folder, expect=0)
     wait_until_held(folder, 0, 2)
     let_go(folder)
     wait_for_end(folder)
@@ -429,6 +434,37 @@ def test_gres_cores_and_setup_of_the_run_file_are_those_of_the_tasks(project, sl
     assert all(len(record["gpus"]) == 1 for record in records(folder))
     with open_merged(folder / "run" / "merged.h5") as merged:
         assert set(merged["shout"][:]) == {"wool"}
+
+
+def test_on_whole_nodes_a_job_has_a_task_for_each_gpu(project, slurmgpu, cluster):
+    folder = project(160, held_from=16, slurm={"exclusive": True, "mem": "500M", "cpus_per_task": 2})
+    submit = (*SUBMIT, "--gpus", "8")
+    shown = slurmgpu(*submit, "--dry-run", cwd=folder, expect=0).stdout
+    assert "8 of 1 GPU, 4 on each node, executor slurm" in shown
+    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --mem=2000M", "#SBATCH --array=0-1%2"} <= set(shown.splitlines())
+    slurmgpu(*submit, cwd=folder, expect=0)
+    wait_until_held(folder, 2, 8)
+    assert sorted(Counter(record["node"] for record in records(folder)).values()) == [4, 4]
+    assert sorted(gpu for record in records(folder) for gpu in record["gpus"]) == sorted("01230123")
+    assert {record["memory_mb"] for record in records(folder)} == {500}
+    status = json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)
+    assert (status["pace"]["n_living"], {job["n_tasks"] for job in status["queue"]}) == (8, {0, 4})
+    victim = holders(folder)[0]
+    os.kill(victim["pid"], signal.SIGKILL)  # ends neither the other tasks of its job nor the run
+    let_go(folder)
+    wait_for_end(folder)
+    check_rows(folder, 160)
+    outcome = report(folder)
+    assert outcome["complete"]
+    [dead] = [attempt for attempt in outcome["attempts"] if attempt["failure"]]
+    assert (dead["attempt"], len(outcome["attempts"])) == (victim["attempt"], 8)
+    assert {attempt["slurm_state"] for attempt in outcome["attempts"]} == {"COMPLETED", "FAILED"}
+    check_ledger(outcome)
+    [line] = submissions(folder)
+    assert (line["n_tasks"], line["tasks_per_node"], line["slurm"]["mem"]) == (8, 4, "500M")
+    for record in records(folder):
+        said = slurmgpu("logs", "run", record["attempt"], cwd=folder, expect=0).stdout
+        assert f"attempt {record['attempt']} of" in said
 
 
 def test_tasks_with_shards_share_the_gpus_of_a_node(project, slurmgpu, cluster):

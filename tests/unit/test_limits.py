@@ -1,6 +1,7 @@
 """What Slurm allows: each limit, what is asked, and that what is foretold is what Slurm then does."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -32,12 +33,17 @@ def submission(n_tasks=8, gpus=1, n_concurrent=None, **slurm):
     return Submission(1, "slurm", "auto", n_tasks, n_concurrent or n_tasks, gpus, slurm=slurm)
 
 
-def cluster_of(partition=PARTITION, association=USERS, qos=None, gpus=(4, 4), **config):
+def asking(resources, **asked):
+    return replace(submission(**asked), resources=resources)
+
+
+def cluster_of(partition=PARTITION, association=USERS, qos=None, gpus=(4, 4), size=(64, 256_000), **config):
     return Facts(
         user="ada",
         config=config,
         partitions={"gpu": partition},
         gpus={"gpu": [{"a100": count} for count in gpus]},
+        sizes={"gpu": [size] * len(gpus)},
         default_account="lab",
         associations=[association],
         qos={"normal": {**QOS, "Name": "normal", **(qos or {})}},
@@ -158,10 +164,16 @@ def test_of_what_is_above_a_limit_it_is_said_what_will_happen(asked, known, name
 @pytest.mark.parametrize(
     ("asked", "known", "idle"),
     [
-        (submission(), {"partition": WHOLE}, "its 4 GPUs are held, and charged for, and the task computes on 1."),
+        (
+            submission(n_tasks=1),
+            {"partition": WHOLE},
+            "its 4 GPUs are held, and charged for, and the job computes on 1.",
+        ),
         (submission(n_tasks=1), {"partition": WHOLE, "gpus": (4, 8, 0)}, "its 4 GPUs are held"),
         (submission(gpus=6), {"partition": WHOLE, "gpus": (4, 8)}, "its 8 GPUs are held"),
-        (submission(exclusive=True), {}, "gpus_per_task = 4"),
+        (submission(gpus=3), {"partition": WHOLE}, "More tasks do not fit there"),
+        (submission(n_tasks=1, exclusive=True), {}, "a task with gpus_per_task = 4"),
+        (asking({"tasks_per_node": 1}), {"partition": WHOLE}, "To use all, set tasks_per_node = 4."),
         (submission(gpus=4), {"partition": WHOLE}, None),
         (submission(gpus=0), {"partition": WHOLE}, None),
         (submission(gres="none"), {"gpus": (0, 0)}, None),
@@ -172,6 +184,56 @@ def test_of_what_is_above_a_limit_it_is_said_what_will_happen(asked, known, name
 def test_of_gpus_that_idle_on_whole_nodes_submit_and_its_dry_run_tell(asked, known, idle):
     notes = respect_limits(asked, cluster_of(**known))[1]
     assert [idle in note for note in notes] == ([True] if idle else [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "n_tasks", "per_node"),
+    [
+        (submission(), {"partition": WHOLE}, 8, 4),
+        (submission(exclusive=True), {}, 8, 4),
+        (submission(), {}, 8, 1),
+        (submission(gpus=2), {"partition": WHOLE}, 8, 2),
+        (submission(n_tasks=5), {"partition": WHOLE}, 6, 3),  # two nodes anyway
+        (submission(n_tasks=2), {"partition": WHOLE}, 2, 2),
+        (submission(n_tasks=20, n_concurrent=2), {"partition": WHOLE}, 20, 2),
+        (submission(), {"partition": WHOLE, "gpus": (4, 8, 0)}, 8, 4),
+        (submission(cpus_per_task=20), {"partition": WHOLE}, 9, 3),
+        (submission(cpus_per_gpu="32"), {"partition": WHOLE}, 8, 2),
+        (submission(mem="100G"), {"partition": WHOLE}, 8, 2),
+        (submission(mem_per_gpu="200000"), {"partition": WHOLE}, 8, 1),
+        (submission(mem_per_cpu="8G", cpus_per_task=10), {"partition": WHOLE}, 9, 3),
+        (submission(mem="0"), {"partition": WHOLE}, 8, 4),
+        (submission(mem="2T"), {"partition": WHOLE}, 8, 1),
+        (submission(gres="shard:1"), {"partition": WHOLE}, 8, 1),
+        (submission(gpus=0), {"partition": WHOLE}, 8, 1),
+        (asking({"tasks_per_node": 1}), {"partition": WHOLE}, 8, 1),
+        (asking({"tasks_per_node": 2}), {"partition": WHOLE}, 8, 2),
+        (asking({"tasks_per_node": 4}), {}, 8, 4),
+        (asking({"tasks_per_node": 4}, n_tasks=3), {}, 3, 3),
+        (asking({"tasks_per_node": 4}, n_tasks=7), {}, 8, 4),  # eight were asked for, and seven shards are left
+    ],
+)
+def test_tasks_share_the_nodes_that_slurm_gives_whole(asked, known, n_tasks, per_node):
+    shared, notes = respect_limits(asked, cluster_of(**known))
+    assert (shared.n_tasks, shared.tasks_per_node) == (n_tasks, per_node)
+    assert shared.n_concurrent == min(asked.n_concurrent, n_tasks) or shared.n_concurrent == n_tasks
+    assert any("whole node here" in note for note in notes) == (per_node > 1 and not asked.resources)
+    assert respect_limits(shared, cluster_of(**known))[0] == shared  # a dry run fits it, and so does submit
+
+
+def test_limits_count_jobs_not_the_tasks_in_them():
+    known = cluster_of(WHOLE, {**USERS, "MaxSubmitJobs": "3"}, qos={"MaxTRESPerJob": "gres/gpu=3"})
+    asked, notes = respect_limits(submission(n_tasks=40, n_concurrent=40), known)
+    assert (asked.n_tasks, asked.n_concurrent, asked.n_jobs) == (8, 8, 2)
+    assert "is 2 and a job has 4; 8 will compute all shards." in notes[1]
+    told = {limit.limit: (limit.asked, limit.then) for limit in limits_of(asked, known)[0]}
+    assert told["MaxTRESPerJob of QOS normal"] == ("4 for a job", "pends for ever (QOSMaxGRESPerJob)")
+    assert told["MaxSubmitJobs of ada in account lab"] == ("3", "")
+    assert (
+        told["a100 GPUs of a node of partition gpu" if asked.gpu_type else "GPUs of a node of partition gpu"][0] == "4"
+    )
+    assert told["nodes of partition gpu"] == ("2 at once", "")
+    assert asked.bound_gpu_hours(3600) == 8.0
 
 
 @pytest.mark.parametrize(
@@ -191,11 +253,14 @@ def test_the_verdict_names_the_tables_of_the_job_that_slurm_refuses(refused, tab
 def test_submit_asks_for_gpus_only_where_a_partition_gives_whole_nodes(monkeypatch, over_subscribe):
     answers = {
         "scontrol": f"PartitionName=gpu Default=YES OverSubscribe={over_subscribe}\n",
-        "sinfo": "gpu\x1f2\x1fgpu:a100:4\n",
+        "sinfo": "gpu\x1f2\x1fgpu:a100:4\x1f64+\x1f257000+\n",
     }
     monkeypatch.setattr(commands, "run", lambda *command, **environ: answers.get(command[0], ""))
     known = facts.read_facts({}, "lab", with_gpus=False)
-    assert bool(known.gpus) == (over_subscribe == "EXCLUSIVE")
+    is_asked = over_subscribe == "EXCLUSIVE"
+    assert (known.gpus, known.sizes) == (
+        ({"gpu": [{"a100": 4}] * 2}, {"gpu": [(64, 257_000)] * 2}) if is_asked else ({}, {})
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,7 +442,9 @@ def test_one_dead_command_costs_its_limits_alone(monkeypatch):
     def answer(*command, **environ):
         if command[0] == "sacctmgr":
             raise commands.SlurmUnavailableError("sacctmgr did not answer within 30 s.")
-        return {"sinfo": "gpu\x1f2\x1fgpu:a100:4\n"}.get(command[0], "PartitionName=gpu Default=YES MaxTime=1:00:00")
+        return {"sinfo": "gpu\x1f2\x1fgpu:a100:4\x1f64\x1f257000\n"}.get(
+            command[0], "PartitionName=gpu Default=YES MaxTime=1:00:00"
+        )
 
     monkeypatch.setattr(commands, "run", answer)
     known = facts.read_facts({})

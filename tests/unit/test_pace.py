@@ -3,7 +3,7 @@
 import pytest
 
 from slurmgpu.report.pace import pace_of, rate_of
-from slurmgpu.report.queued import still_waiting
+from slurmgpu.report.queued import requeued, startable, still_waiting
 from tests.support.pretend_runs import BEGIN, Pretended
 
 SHAPES = {
@@ -254,16 +254,28 @@ def test_a_rate_covers_the_last_three_shards_if_they_take_long(steady):
         ("7", 1, [0], 0),
         ("8_[4-7]", 4, [4, 5], 4),
         ("7_[4-7]", 4, [], 4),
+        ("7_[0-1,3]*4", 12, [5, 6, 9, 11], 8),  # job 1 has started, and so have all of its four tasks
+        ("7_1*4", 4, [5], 0),
+        ("7_1*4", 4, [8], 4),
     ],
 )
 def test_a_task_that_has_written_of_itself_since_the_queue_was_asked_waits_no_more(job_id, n_tasks, tasks, n_left):
-    job = {**pending(n_tasks), "job_id": job_id}
+    job_id, _, per_node = job_id.partition("*")
+    job = {**pending(n_tasks), "job_id": job_id, "tasks_per_node": int(per_node or 1)}
     merge = {**pending(0, "Dependency"), "job_id": "9"}
     running = {**pending(1, "None"), "job_id": "7_4", "state": "RUNNING"}
     records = [{"job": "7", "task": task, "updated": BEGIN + 1} for task in tasks]
     earlier = [{"job": "7", "task": task, "updated": BEGIN - 1} for task in (6, 7)]  # they ended, and were put back
     left = still_waiting([job, merge, running], [*records, *earlier], BEGIN)
     assert left == [{**job, "n_tasks": n_left}] * (n_left > 0) + [merge, running]
+
+
+def test_the_tasks_of_a_job_are_requeued_and_throttled_together():
+    job = {**pending(4), "job_id": "7_1", "tasks_per_node": 4}
+    rest = {**pending(8), "job_id": "7_[2-3%2]", "tasks_per_node": 4}
+    assert requeued([job, rest]) == {"7_4", "7_5", "7_6", "7_7"}
+    running = {**job, "job_id": "7_0", "state": "RUNNING"}
+    assert [n for _, n in startable([running, rest], [])] == [4]  # two jobs of four at once, and one runs
 
 
 def test_nothing_is_left_of_a_run_whose_shards_are_published(steady):

@@ -206,6 +206,13 @@ def test_there_are_no_more_tasks_than_shards():
         ({"gpus": 6, "gpus_per_task": 4, "array": True}, "not a multiple"),
         ({"gpus": 8, "gpus_per_task": 4}, "add --array"),
         ({"gpus": 0, "gpus_per_task": 1}, "CPUs"),
+        ({"gpus": 6, "array": True, "tasks_per_node": 4}, "but 6 tasks may run at once; expected a multiple of 4"),
+        ({"gpus": 0, "tasks": 5, "tasks_per_node": 2}, "Correct tasks or tasks_per_node"),
+        ({"gpus": 4, "tasks_per_node": 4}, "one task holds all of gpus = 4; add --array"),
+        (
+            {"gpus": 8, "gpus_per_task": 4, "nodes_per_task": 2, "array": True, "tasks_per_node": 2},
+            "Give one of both",
+        ),
     ],
 )
 def test_contradicting_resources_are_refused(asked, said):

@@ -186,15 +186,18 @@ def test_a_job_is_started_again_unless_the_options_say_otherwise(written, option
 
 @pytest.mark.parametrize("job", ["run_task", "run_merge"])
 def test_copies_of_a_job_end_with_a_sentence(tmp_path, job):
+    run = planned_run(tmp_path / "run")
+    run.record_submission(Submission(1, "slurm", "auto", 1, 1, 1).to_json())
     copies = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_NUM_NODES": "1"}
     code = (
-        f"from pathlib import Path; from slurmgpu.executors.job_entry import {job}; {job}(Path({str(tmp_path)!r}), 1)"
+        f"from pathlib import Path; from slurmgpu.executors.job_entry import {job}; {job}(Path({str(run.folder)!r}), 1)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **copies}, capture_output=True, text=True)
+    env = {**os.environ, **copies, "SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "0", "SLURM_PROCID": "3"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert "was started 16 times on 1 of the job's 1 nodes; expected once per node" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    assert not list(run.tasks.iterdir())
 
 
 def test_a_merge_job_without_its_submission_ends_with_a_sentence(tmp_path):

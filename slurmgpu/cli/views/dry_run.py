@@ -184,6 +184,8 @@ def _tasks(submission: Mapping[str, Any]) -> str:
     n, per_task = submission["n_tasks"], submission["gpus_per_task"]
     share = f"of {count_of(per_task, 'GPU')}" if per_task else "on CPUs"
     share += f", on {submission['nodes_per_task']} nodes" if submission["nodes_per_task"] > 1 else ""
+    per_node = submission["tasks_per_node"]
+    share += f", {per_node} on each node" if per_node > 1 else ""
     at_once = "" if submission["n_concurrent"] == n else f", {submission['n_concurrent']} at once"
     return f"{n} {share}{at_once}, executor {submission['executor']}, device {submission['device']}"
 
