@@ -22,13 +22,13 @@ from slurmgpu.run.liveness import is_orphaned, patience
 from slurmgpu.run.records import Attempt, Unread, node_name
 from slurmgpu.run.submissions import SubmissionLine, abroad
 from slurmgpu.slurm import commands
-from slurmgpu.slurm.own_job import OwnJob, nodes_here, own_job, refuse_copies
+from slurmgpu.slurm.own_job import OwnJob, nodes_here, own_job, refuse_copies, take_share
 from slurmgpu.task.node_agent import follow
 from slurmgpu.task.nodes import node_rank
 from slurmgpu.task.spare_worker import SpareWorker, fork_worker
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import EXIT_STOPPED
-from slurmgpu.util import early_signals, gpus
+from slurmgpu.util import early_signals
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.prctl import outlive_parent
@@ -60,7 +60,7 @@ def run_task(folder: Path, submission: int) -> None:
         with _beating(folder, own):
             given = run.submission(submission)
             _end_copies(given.get("tasks_per_node", 1))
-            take_own_gpus(given["gpus_per_task"], own.tasks_per_node)
+            take_share(given["gpus_per_task"], own.tasks_per_node, run.plan.processes)
             nodes = given["nodes_per_task"]
             code = work(run, _attempt(run, own, given, given["gpus_per_task"] // nodes, nodes), own.end_time)
     if code:
@@ -108,7 +108,7 @@ def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array
         with _beating(run.folder, own), manual_jobs.log_beside(run, own.job_id):
             given = manual_jobs.join(run, own, n_gpus, device, _end_if_asked)
             given = {**given, "device": device or given["device"]}
-            take_own_gpus(n_gpus, own.tasks_per_node)
+            take_share(n_gpus, own.tasks_per_node, run.plan.processes)
             return work(run, _attempt(run, own, given, n_gpus, nodes_here()), own.end_time)
 
 
@@ -161,20 +161,6 @@ def _wait_for_job(run: Run, attempt: Attempt) -> None:
 def _has_ended(run: Run, attempt: str) -> bool:
     record = run.attempt(attempt)
     return isinstance(record, Unread) or record["ended"] is not None  # one without a record has not begun
-
-
-def take_own_gpus(n_gpus: int, tasks_per_node: int) -> None:
-    """Let this task of a job with several see its own GPUs only, unless Slurm has bound them to it.
-
-    srun shows each task the GPUs of the whole step, if the site or the script does not say --gpus-per-task.
-    """
-    if tasks_per_node == 1 or not n_gpus:
-        return
-    ids, rank = gpus.visible_ids(), int(os.environ["SLURM_LOCALID"])
-    if ids is None:
-        ids = [str(number) for number in range(n_gpus * tasks_per_node)]
-    if len(ids) > n_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids[rank * n_gpus : (rank + 1) * n_gpus])
 
 
 def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes: int) -> Attempt:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.submissions import seconds_of
 from slurmgpu.slurm import commands
+from slurmgpu.util import gpus
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,27 @@ def refuse_copies(tasks_per_node: int = 1) -> None:
             "per node: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1, as in the scripts in sbatch/. The task "
             "starts the processes for its GPUs itself."
         )
+
+
+def take_share(n_gpus: int, tasks_per_node: int, processes: str) -> None:
+    """Let this task of a job with several see its own GPUs only, and start no more threads than its share of the cores.
+
+    Unless Slurm has bound them to the task: srun shows each task the GPUs of the whole step, if the site or the script
+    does not say --gpus-per-task, and its cores, if there is no --cpus-per-task or the cluster does not bind tasks.
+    """
+    if tasks_per_node == 1:
+        return
+    n_cores = len(os.sched_getaffinity(0))
+    share = min(n_cores, int(os.environ.get("SLURM_CPUS_PER_TASK", n_cores // tasks_per_node)))
+    n_processes = max(1, n_gpus) if processes == "per-gpu" else 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share // n_processes)))
+    if not n_gpus:
+        return
+    ids, rank = gpus.visible_ids(), int(os.environ["SLURM_LOCALID"])
+    if ids is None:
+        ids = [str(number) for number in range(n_gpus * tasks_per_node)]
+    if len(ids) > n_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids[rank * n_gpus : (rank + 1) * n_gpus])
 
 
 def own_job(*, own_array: bool) -> OwnJob:

@@ -19,14 +19,14 @@ from slurmgpu import submit
 from slurmgpu.cli.commands import sweep
 from slurmgpu.code import snapshots
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import job_entry, live_tasks, manual_jobs
+from slurmgpu.executors import live_tasks, manual_jobs
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.run import lock
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import JOB_KEYS, Submission
 from slurmgpu.slurm import commands, queue
-from slurmgpu.slurm.own_job import OwnJob
+from slurmgpu.slurm.own_job import OwnJob, take_share
 from slurmgpu.util.pids import own_id
 from tests.support.pretend_runs import pretend_run
 from tests.support.runs import (
@@ -621,8 +621,14 @@ def test_a_task_that_shares_a_node_sees_its_own_gpus_only(monkeypatch, visible, 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    job_entry.take_own_gpus(n_gpus, 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(32))
+    take_share(n_gpus, 4, "one")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+    assert os.environ.pop("OMP_NUM_THREADS") == "8"
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    take_share(2, 4, "per-gpu")
+    assert os.environ.pop("OMP_NUM_THREADS") == "3"
 
 
 def test_a_job_by_hand_has_the_code_of_the_last_submission_or_of_the_plan_or_none(tmp_path, monkeypatch):
