@@ -30,7 +30,7 @@ from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.sync_schedule import SyncSchedule
 from slurmgpu.workload import Item, TaskContext
 from slurmgpu.workloads.embed.workload import Embed
-from tests.gpu import llm
+from tests.gpu import embedding, llm
 from tests.gpu.findings import Machine, NotHeld, NotMeasured, findings_of
 from tests.gpu.influence import TOY, _graph, _influences
 from tests.models.test_embed import save_encoder
@@ -317,3 +317,9 @@ def test_the_proofs_code_for_a_gpu_runs(part, card, tmp_path, monkeypatch):
             with contextlib.suppress(NotMeasured, *([NotHeld] if each.name in MEASURED else [])):
                 each.function(machine)
     llm._forget(machine)
+
+
+def test_what_a_call_of_embed_waits_for_is_timed_on_a_card(card, tmp_path):
+    """The part `embedding` itself starts tasks, which are processes of their own."""
+    said = embedding._preparing(ToyMachine("cuda:0", 1, tmp_path))
+    assert all(step in said for step in ("tokenising", "of which in Python", "launching kernels"))
