@@ -18,8 +18,9 @@ from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.models.source import find_model
 from slurmgpu.llm.vllm_engine import node as vllm_node
-from slurmgpu.llm.vllm_engine.engine import VllmEngine, llm_arguments
+from slurmgpu.llm.vllm_engine.engine import VllmEngine
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
+from slurmgpu.llm.vllm_engine.start import llm_arguments
 from slurmgpu.util.shared_memory import FOLDER
 from slurmgpu.workloads.judge.workload import Judge
 from tests.support.tiny_models import make_llama
