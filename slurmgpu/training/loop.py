@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,8 +36,6 @@ from slurmgpu.training.sync_schedule import SyncSchedule
 from slurmgpu.training.throughput import throughput
 from slurmgpu.training.torch_settings import torch_settings
 from slurmgpu.training.training_state import TrainingState
-
-log = logging.getLogger(__name__)
 
 LAST = "last.pt"
 MOST_POINTS = 500

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,8 +23,6 @@ from slurmgpu.util.nvml import Cards, open_cards
 from slurmgpu.util.out_of_memory import free_memory
 from slurmgpu.workload import Row, TaskContext
 from slurmgpu.workloads.train.rows import read_result, row_of, write_result
-
-log = logging.getLogger(__name__)
 
 
 def row(
