@@ -14,7 +14,7 @@ from slurmgpu.executors import slurm_jobs
 from slurmgpu.executors.interface import Preview
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.run.submissions import Submission
-from slurmgpu.slurm import commands, facts, limits
+from slurmgpu.slurm import commands, facts, limits, nodes
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def ask_slurm(seen: Preview, run_dir: Path, container: ContainerRecord | None) -
     seen.notes += [*fitted, *hazards(container)]
     seen.scripts = slurm_jobs.scripts(run_dir, run_dir.name, seen.submission)
     seen.notes += known.notes
-    for name in limits.empty_partitions(seen.submission, known):
+    for name in nodes.empty_partitions(seen.submission, known):
         seen.notes.append(f"The partition {name} has no nodes, so no task will start there.")
     seen.limits, seen.walltime_s = limits.limits_of(seen.submission, known)
     seen.bound_gpu_hours = seen.submission.bound_gpu_hours(seen.walltime_s)
@@ -64,7 +64,7 @@ def respect_limits(
             f"{name} is {limit}, which allows no task. Name another account, partition or qos in [slurm], or ask the "
             f"cluster's administrators."
         )
-    idle = limits.idle_gpus(asked, known)
+    idle = nodes.idle_gpus(asked, known)
     if asked.n_jobs <= limit:
         return asked, shared + idle
     n_tasks = limit * asked.tasks_per_node
@@ -81,7 +81,7 @@ def share_nodes(asked: Submission, known: facts.Facts) -> tuple[Submission, list
     wanted = parse_resources(asked.resources).tasks_per_node
     if wanted is not None:
         return asked.sharing_nodes(wanted), []
-    shared = asked.sharing_nodes(limits.tasks_of_whole_nodes(asked, known))
+    shared = asked.sharing_nodes(nodes.tasks_of_whole_nodes(asked, known))
     if shared.tasks_per_node == 1:
         return asked, []
     more = f" ({shared.n_tasks} tasks instead of {asked.n_tasks})" if shared.n_tasks > asked.n_tasks else ""

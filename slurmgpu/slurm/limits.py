@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm.commands import array_limits
-from slurmgpu.slurm.facts import Facts, Row, whole_nodes
+from slurmgpu.slurm.facts import Facts, Row
+from slurmgpu.slurm.nodes import are_given_whole, empty_partitions, gpus_of_nodes, partitions_of
 from slurmgpu.util.amounts import count_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
@@ -98,7 +99,7 @@ RULES = (
 
 def limits_of(submission: Submission, facts: Facts) -> tuple[list[Limit], float | None]:
     """The limits that hold for a submission, and the walltime of its tasks in seconds, None if that is not known."""
-    partitions = _partitions(submission, facts)
+    partitions = partitions_of(submission, facts)
     names, sources = _limiting(submission, facts, partitions)
     held = [each for rule in RULES for each in _held(rule, sources, submission)]
     walltime_s = _walltime_s(submission, partitions, [each.value for each in held if each.rule.kind == "wall"])
@@ -114,89 +115,9 @@ def limits_of(submission: Submission, facts: Facts) -> tuple[list[Limit], float 
 
 def most_jobs(submission: Submission, facts: Facts) -> dict[str, int]:
     """The limits on how many jobs a user, or an account's, may have submitted that hold for a submission, by name."""
-    _, sources = _limiting(submission, facts, _partitions(submission, facts))
+    _, sources = _limiting(submission, facts, partitions_of(submission, facts))
     held = [each for rule in RULES if rule.kind == "submit" for each in _held(rule, sources, submission)]
     return {each.in_words: int(each.value) for each in held}
-
-
-def empty_partitions(submission: Submission, facts: Facts) -> list[str]:
-    """The partitions of a submission that have no nodes, so that no task starts there."""
-    return [name for row in _partitions(submission, facts) if facts.gpus.get(name := row["PartitionName"]) == []]
-
-
-def tasks_of_whole_nodes(submission: Submission, facts: Facts) -> int:
-    """How many tasks a node has GPUs, CPUs and memory for, if all partitions give jobs whole nodes; otherwise 1."""
-    per_task, rows = submission.whole_gpus_per_task, _partitions(submission, facts)
-    if not per_task or submission.nodes_per_task > 1 or not all(_are_given_whole(submission, row) for row in rows):
-        return 1
-    most = [
-        _tasks_of_node(submission, n_gpus, size)
-        for name in (row["PartitionName"] for row in rows)
-        for n_gpus, size in zip(_gpus_of_nodes(submission, facts, name), facts.sizes.get(name, ()), strict=False)
-        if n_gpus >= per_task
-    ]
-    return min(most, default=1)
-
-
-def _tasks_of_node(submission: Submission, n_gpus: int, size: tuple[int, int]) -> int:
-    """How many tasks fit on a node with so many GPUs, and its CPUs and MB."""
-    options, per_task = submission.slurm, submission.gpus_per_task
-    cpus = _number(options.get("cpus_per_task")) or _number(options.get("cpus_per_gpu")) * per_task or 1
-    asked = (("mem", 1), ("mem_per_cpu", cpus), ("mem_per_gpu", per_task))
-    memory = next((_megabytes(str(options[name])) * n for name, n in asked if options.get(name)), 0)
-    return max(1, min(n_gpus // per_task, size[0] // cpus, size[1] // memory if memory else n_gpus))
-
-
-def _number(option: object) -> int:
-    return int(text) if (text := str(option)).isdecimal() else 0
-
-
-def _megabytes(text: str) -> int:
-    """An amount of memory in sbatch's format; 0 if it is all memory of a node, or no amount."""
-    found = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", text)
-    units = {"K": 1 / 1024, "G": 1024, "T": 1024**2}
-    return math.ceil(int(found[1]) * units.get(found[2].upper(), 1)) if found else 0
-
-
-def _gpus_of_nodes(submission: Submission, facts: Facts, partition: str) -> list[int]:
-    """The GPUs of each node of a partition, of the type that is asked for."""
-    kind = submission.gpu_type
-    return [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus.get(partition, ())]
-
-
-def idle_gpus(submission: Submission, facts: Facts) -> list[str]:
-    """A sentence if jobs are given whole nodes, and thus GPUs on which they do not compute."""
-    per_node = submission.gpus_per_node
-    for row in _partitions(submission, facts) if per_node else ():
-        name = row["PartitionName"]
-        fitting = [there for there in _gpus_of_nodes(submission, facts, name) if there >= per_node]
-        if _are_given_whole(submission, row) and fitting and per_node < (least := min(fitting)):
-            return [
-                f"The partition {name} gives each job a whole node: its {least} GPUs are held, and charged for, and "
-                f"the job computes on {per_node}. {_more_gpus(submission, least)}"
-            ]
-    return []
-
-
-def _more_gpus(submission: Submission, least: int) -> str:
-    """What lets a job compute on all GPUs of a node."""
-    per_task = submission.gpus_per_task
-    if submission.nodes_per_task == 1 and submission.n_tasks == submission.tasks_per_node:
-        return f"To use all, ask for them: --gpus {least} --array, or a task with gpus_per_task = {least}."
-    if submission.resources.get("tasks_per_node"):
-        return f"To use all, set tasks_per_node = {least // per_task}."
-    return "More tasks do not fit there: ask for fewer CPUs or less memory for each, or for more GPUs."
-
-
-def _are_given_whole(submission: Submission, partition: Row) -> bool:
-    """Whether nodes of the partition are given to a task alone, with all that they have."""
-    return whole_nodes(partition) or submission.sbatch_options.get("exclusive") in (True, "")
-
-
-def _partitions(submission: Submission, facts: Facts) -> list[Row]:
-    if named := str(submission.sbatch_options.get("partition", "")):
-        return [facts.partitions[name] for name in named.split(",") if name in facts.partitions]
-    return [row for row in facts.partitions.values() if row.get("Default") == "YES"]
 
 
 def _limiting(
@@ -297,11 +218,11 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
         yield _of_walltime(asked, f"MaxTime of partition {name}", partition.get("MaxTime", ""), never)
     if name not in facts.gpus:
         return
-    counts = _gpus_of_nodes(asked, facts, name)
+    counts = gpus_of_nodes(asked, facts, name)
     what = f"{asked.gpu_type} GPUs" if asked.gpu_type else "GPUs"
     most, per_node = max(counts, default=0), asked.gpus_per_node
     n_nodes = sum(count >= per_node for count in counts)
-    if _are_given_whole(asked, partition):
+    if are_given_whole(asked, partition):
         yield _of_nodes(asked, name, n_nodes, "each is given whole nodes")
     elif _gets_all_memory(asked, partition, facts.config):
         yield _of_nodes(asked, name, n_nodes, "each gets all memory of its node, as no mem is asked for")

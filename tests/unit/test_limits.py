@@ -12,7 +12,8 @@ from slurmgpu.executors.slurm_preview import respect_limits
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm import commands, facts
 from slurmgpu.slurm.facts import Facts, Trial
-from slurmgpu.slurm.limits import empty_partitions, limits_of
+from slurmgpu.slurm.limits import limits_of
+from slurmgpu.slurm.nodes import empty_partitions
 from slurmgpu.slurm.survey import survey
 
 PARTITION = {"PartitionName": "gpu", "Default": "YES", "MaxTime": "02:00:00", "DefaultTime": "NONE", "QoS": "N/A"}

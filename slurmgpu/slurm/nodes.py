@@ -1,0 +1,90 @@
+"""The nodes that jobs of a submission get: those of its partitions, how many tasks fit on one, and what would idle."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from slurmgpu.run.submissions import Submission
+from slurmgpu.slurm.facts import Facts, Row, whole_nodes
+
+
+def empty_partitions(submission: Submission, facts: Facts) -> list[str]:
+    """The partitions of a submission that have no nodes, so that no task starts there."""
+    return [name for row in partitions_of(submission, facts) if facts.gpus.get(name := row["PartitionName"]) == []]
+
+
+def tasks_of_whole_nodes(submission: Submission, facts: Facts) -> int:
+    """How many tasks a node has GPUs, CPUs and memory for, if all partitions give jobs whole nodes; otherwise 1."""
+    per_task, rows = submission.whole_gpus_per_task, partitions_of(submission, facts)
+    if not per_task or submission.nodes_per_task > 1 or not all(are_given_whole(submission, row) for row in rows):
+        return 1
+    most = [
+        _tasks_of_node(submission, n_gpus, size)
+        for name in (row["PartitionName"] for row in rows)
+        for n_gpus, size in zip(gpus_of_nodes(submission, facts, name), facts.sizes.get(name, ()), strict=False)
+        if n_gpus >= per_task
+    ]
+    return min(most, default=1)
+
+
+def _tasks_of_node(submission: Submission, n_gpus: int, size: tuple[int, int]) -> int:
+    """How many tasks fit on a node with so many GPUs, and its CPUs and MB."""
+    options, per_task = submission.slurm, submission.gpus_per_task
+    cpus = _number(options.get("cpus_per_task")) or _number(options.get("cpus_per_gpu")) * per_task or 1
+    asked = (("mem", 1), ("mem_per_cpu", cpus), ("mem_per_gpu", per_task))
+    memory = next((_megabytes(str(options[name])) * n for name, n in asked if options.get(name)), 0)
+    return max(1, min(n_gpus // per_task, size[0] // cpus, size[1] // memory if memory else n_gpus))
+
+
+def _number(option: object) -> int:
+    return int(text) if (text := str(option)).isdecimal() else 0
+
+
+def _megabytes(text: str) -> int:
+    """An amount of memory in sbatch's format; 0 if it is all memory of a node, or no amount."""
+    found = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", text)
+    units = {"K": 1 / 1024, "G": 1024, "T": 1024**2}
+    return math.ceil(int(found[1]) * units.get(found[2].upper(), 1)) if found else 0
+
+
+def gpus_of_nodes(submission: Submission, facts: Facts, partition: str) -> list[int]:
+    """The GPUs of each node of a partition, of the type that is asked for."""
+    kind = submission.gpu_type
+    return [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus.get(partition, ())]
+
+
+def idle_gpus(submission: Submission, facts: Facts) -> list[str]:
+    """A sentence if jobs are given whole nodes, and thus GPUs on which they do not compute."""
+    per_node = submission.gpus_per_node
+    for row in partitions_of(submission, facts) if per_node else ():
+        name = row["PartitionName"]
+        fitting = [there for there in gpus_of_nodes(submission, facts, name) if there >= per_node]
+        if are_given_whole(submission, row) and fitting and per_node < (least := min(fitting)):
+            return [
+                f"The partition {name} gives each job a whole node: its {least} GPUs are held, and charged for, and "
+                f"the job computes on {per_node}. {_more_gpus(submission, least)}"
+            ]
+    return []
+
+
+def _more_gpus(submission: Submission, least: int) -> str:
+    """What lets a job compute on all GPUs of a node."""
+    per_task = submission.gpus_per_task
+    if submission.nodes_per_task == 1 and submission.n_tasks == submission.tasks_per_node:
+        return f"To use all, ask for them: --gpus {least} --array, or a task with gpus_per_task = {least}."
+    if submission.resources.get("tasks_per_node"):
+        return f"To use all, set tasks_per_node = {least // per_task}."
+    return "More tasks do not fit there: ask for fewer CPUs or less memory for each, or for more GPUs."
+
+
+def are_given_whole(submission: Submission, partition: Row) -> bool:
+    """Whether nodes of the partition are given to a job alone, with all that they have."""
+    return whole_nodes(partition) or submission.sbatch_options.get("exclusive") in (True, "")
+
+
+def partitions_of(submission: Submission, facts: Facts) -> list[Row]:
+    """The partitions in which its jobs may start, as far as they are known."""
+    if named := str(submission.sbatch_options.get("partition", "")):
+        return [facts.partitions[name] for name in named.split(",") if name in facts.partitions]
+    return [row for row in facts.partitions.values() if row.get("Default") == "YES"]
