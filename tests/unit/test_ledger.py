@@ -48,6 +48,13 @@ AGAIN = [*LOADED, [40.0, "starting"], [42.0, "loading"], [47.5, "running"]]
         (record([[0, 12.0, 30.0, True], [1, 20.0, 23.0, True]]), 100, None, of(31, idle=59)),  # the first waited
         (record([[0, 12.0, 20.0, True]], lost_s=8.0, kept_s=5.0, phases=AGAIN), 100, None, of(25, 15.5, 51.5, 8)),
         (record(ended=None, updated=90.0, shard=1, shard_started=70.0), 100, "lost", of(idle=60, lost=30)),
+        (record([[0, 12.0, 20.0, True]], phases=AGAIN[:5], updated=95.0), 100, "cancelled", of(20, 68, 12)),
+        (
+            record([[0, 12.0, 20.0, True]], **{**RUNNING, "phases": AGAIN[:5], "updated": 95.0}),
+            100,
+            "lost",
+            of(20, 63, 12, 5),
+        ),
         (record([[0, 12.0, 83.0, True]], **RUNNING, updated=90.0), 100, "lost", of(83, idle=2, lost=5)),
         (record(**RUNNING, shard=1, shard_started=50.0, shard_kept=80.0, kept_s=30.0), 100, "lost", of(30, 10, 40, 20)),
         (record(load_s=None, phases=LOADED[:2]), 100, "workload_error", of(loading=0, lost=100)),
