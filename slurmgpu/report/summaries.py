@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PERCENT = ("accuracy", "_rate", "_share", "accuracy_interval", "rate_interval")
-"""Endings of keys whose values are shares, shown in percent."""
+"""Endings of keys whose values up to 1 are shares, shown in percent."""
 NO_NAME = "(none)"
 """The name of the group of items without a name."""
 
@@ -106,7 +106,7 @@ def _text(name: str, value: Any) -> str:
         return " – ".join(_text(name, each) for each in value)
     if isinstance(value, Mapping):
         return json.dumps(value, ensure_ascii=False)
-    if name.endswith(PERCENT):
+    if name.endswith(PERCENT) and abs(value) <= 1:  # a frame rate is no share
         return f"{value:.1%}"
     if isinstance(value, int):
         return f"{value:,}"

@@ -114,6 +114,8 @@ def test_values_are_lines_and_what_has_rows_and_columns_is_a_table(capsys):
         "n_items": 12345,
         "accuracy": 0.5,
         "accuracy_interval": [0.25, 0.75],
+        "pass_rate": 1,
+        "frame_rate": 30,
         "macro_f1": 0.123456,
         "tokens_per_answer": 1234.56,
         "off_by": {"mean": -0.000012345, "worst": 0.012345, "none": 0.0},
@@ -137,6 +139,8 @@ summary
   items              12,345
   accuracy           50.0%
   accuracy interval  25.0% – 75.0%
+  pass rate          100.0%
+  frame rate         30
   macro f1           0.123
   tokens per answer  1,234.6
   nothing            –
