@@ -94,7 +94,8 @@ class RunRows:
     """The rows that a run has at this moment, in input order; a context manager.
 
     A shard without a later revision is read from merged.h5 if that has it, other shards from their newest file. If this
-    is damaged, its rows in merged.h5 are read, or an older revision; `problems` names the damaged files. SlurmGPUError
+    is damaged, or older than merged.h5, its rows there are read, or an older revision; `problems` names the damaged
+    files. SlurmGPUError
     if merged.h5 is damaged; with `verify` all of its bytes are verified at once, else those of each block before it is
     returned.
     """
@@ -191,10 +192,15 @@ class RunRows:
         *older, newest = self._files[shard]
         damaged: list[str] = []
         file = self._open(shard, newest, damaged)
-        if file is None and self.merged is not None:
-            places = np.searchsorted(self._items, (first, last))
-            if places[0] < places[1]:
+        if self.merged is not None:
+            places = slice(*np.searchsorted(self._items, (first, last)).tolist())
+            failed = self.merged.failed[places]
+            # A later file lacks no good row of merged.h5: the listing lacked that one, as from a cache of NFS.
+            is_former = file is not None and len(failed) == len(file) and bool((file.failed & ~failed).any())
+            if len(failed) and (file is None or is_former):
                 self._add_problems(damaged, "the rows in merged.h5 are used instead")
+                if file is not None:
+                    file.close()
                 yield from self._merged_blocks(max(start, first), last, stop, n_bytes)
                 return
         for revision in reversed(older):

@@ -169,6 +169,17 @@ def test_a_later_revision_counts_and_a_damaged_one_gives_way_to_the_rows_before_
         assert problems[0].endswith(", and the rows from before its items were recomputed are used instead.")
 
 
+def test_a_listing_that_lacks_the_revision_in_merged_file_brings_no_failed_row_back(tmp_path):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS)
+    publish(run, 2, ROWS[10:15], revision=1)  # it failed again
+    again = [{"twice": -1, "word": "again"} if isinstance(each, str) else each for each in ROWS[10:15]]
+    path = publish(run, 2, again, revision=2)
+    merge(run)
+    path.rename(path.with_suffix(".unseen"))  # as a client of NFS may list the folder for a minute
+    assert told(run) == (list(range(N_ITEMS)), [*ROWS[:10], *again, *ROWS[15:]], [])
+    assert told(run, 10, 12)[1] == again[:2]
+
+
 @pytest.mark.parametrize("revision", [0, 1])
 def test_a_merged_file_that_lacks_a_shard_takes_the_place_of_no_damaged_one(tmp_path, revision):
     run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0, 2, 3, 4])
