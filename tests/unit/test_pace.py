@@ -205,6 +205,39 @@ def test_a_task_that_slows_down_is_noticed_within_its_shard(steady):
     assert pace_of(plan, records, published, None, now).items_per_s < before / 1.5
 
 
+@pytest.mark.parametrize(
+    ("in_hand_s", "done", "rate"),
+    [(63.0, 1, 0.25), (80.0, 8, 24 / 144), (80.0, 0, 0.25), (97.0, 0, 16 / 161)],
+)
+def test_a_shard_without_progress_may_take_half_as_long_again_as_usual(steady, in_hand_s, done, rate):
+    [record, *_], _ = steady.records(1000)
+    record["published"] = [[0, BEGIN, 64.0, True]]
+    record |= {"shard": 1, "shard_started": BEGIN + 64, "shard_done": done, "updated": BEGIN + 64 + in_hand_s}
+    assert rate_of(steady.plan(), record) == pytest.approx(rate)
+
+
+def test_a_task_that_loads_again_computes_its_shard_once_it_has_loaded(steady):
+    [record, *_], _ = steady.records(1000)
+    plan, now = steady.plan(), BEGIN + 1000
+    record["published"] = [[0, now - 100, 64.0, True]]
+    record |= {"shard": 1, "shard_started": None, "shard_done": 0, "state": "loading", "load_s": 40.0, "updated": now}
+    record["phases"] = [*record["phases"], [now - 10, "loading"]]
+    assert pace_of(plan, [record], set(range(200)) - {1}, None, now).left_s == pytest.approx(30 + 64)
+
+
+@pytest.mark.parametrize("state", ["running", "ended"])
+def test_the_shard_of_a_suspended_task_is_free_once_its_lease_is_over_and_of_an_ended_one_at_once(steady, state):
+    [one, other, *_], _ = steady.records(1000)
+    plan, now = steady.plan(), BEGIN + 1000
+    one["published"] = [[0, now - 64, 64.0, True]]
+    one |= {"shard": None, "shard_started": None, "updated": now}
+    other |= {"shard": 1, "shard_started": now - 60, "updated": now - 2, "state": state}
+    other["ended"] = now - 2 if state == "ended" else None
+    queue = [{**running(2)[1], "state": "SUSPENDED"}] if state == "running" else []
+    left_s = 64 + (plan.lease_s - 2 if state == "running" else 0)
+    assert pace_of(plan, [one, other], set(range(200)) - {1}, queue, now).left_s == pytest.approx(left_s, abs=0.5)
+
+
 @pytest.mark.parametrize("seconds", [64.0, 1.0, 0.05])
 def test_a_task_that_wrote_between_two_shards_computes(seconds):
     pretended = Pretended(n_tasks=4, n_shards=4000, seconds=seconds, spread=0.0)
