@@ -830,7 +830,7 @@ def cuda(monkeypatch):
     """`torch.cuda` as far as the runner uses it: it records calls, and a capture the work."""
     DONE.clear()
     here = [Stream("main")]
-    free = [80e9]
+    free, reserved = [80e9], [1e9]
     found = SimpleNamespace(free=free, n_bytes=1e6, work=None, here=here, sync=[0], end=lambda: None)
 
     @contextlib.contextmanager
@@ -855,6 +855,7 @@ def cuda(monkeypatch):
             found.end()  # as in PyTorch, nothing else is done where this fails
             here[0] = before
         free[0] -= found.n_bytes
+        reserved[0] += found.n_bytes
 
     pools = itertools.count()
     stands = {
@@ -867,6 +868,7 @@ def cuda(monkeypatch):
         "synchronize": lambda device: DONE.append("synchronize"),
         "empty_cache": lambda: None,
         "mem_get_info": lambda device: (free[0], 80e9),
+        "memory_reserved": lambda device: reserved[0],
         "CUDAGraph": Graph,
         "graph": graph,
         "graph_pool_handle": lambda: f"pool {next(pools)}",
@@ -908,6 +910,18 @@ def test_a_graph_is_captured_after_warm_up_on_its_own_stream_and_then_only_repla
     runner.run(frame, cuda.work)
     assert runner.n_graphs == 2
     assert runner.held_bytes == 2e6
+
+
+def test_memory_that_another_process_takes_meanwhile_is_not_that_of_the_graphs(cuda):
+    """Else graphs would be freed, or given up, because a neighbour on the GPU loads a model."""
+    runner, frame = cuda_graphs.GraphRunner(CARD, 1e-4, 2e-3), frame_of(2)
+
+    def work():
+        frame.logits.fill_(1.0)
+
+    cuda.work, cuda.end = work, lambda: cuda.free.__setitem__(0, cuda.free[0] - 5e9)
+    runner.run(frame, work)
+    assert runner.held_bytes == cuda.n_bytes + cuda_graphs.DRIVER_BYTES
 
 
 def test_a_graph_that_gives_something_else_is_not_used(cuda, monkeypatch):

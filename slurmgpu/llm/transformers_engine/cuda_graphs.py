@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 N_WARM_UPS = 2
 """Warm-up runs before a capture, in which libraries choose kernels and allocate lasting memory."""
 MOST_GRAPHS = 128
+DRIVER_BYTES = 16e6
+"""The most that the driver itself keeps for a graph; what is missing beyond that, other processes of the GPU took."""
 LEAST_REPLAYS = 8
 """After this many replays a graph has saved the time of its capture."""
 _failed: list[Any] = []
@@ -122,10 +124,12 @@ class GraphRunner:
             forward = compiled
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(self._device)[0]
+        free, own = torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         self._record(graph, lambda: frame.compute(forward))
-        self.held_bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
+        own = torch.cuda.memory_reserved(self._device) - own
+        taken = free - torch.cuda.mem_get_info(self._device)[0]
+        self.held_bytes += int(max(0, min(taken, own + DRIVER_BYTES)))
         found = compare_replay(frame, forward, graph.replay, self._bound)
         if found.steady > bound_of(found.noise, self._bound) or found.most > self._most:
             raise ArithmeticError(
