@@ -1,4 +1,4 @@
-"""Out-of-memory kills in this job, and the memory that is left.
+"""Out-of-memory kills in this task, and the memory that is left.
 
 cgroup v2's and v1's files: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events) and
 cgroup-v1/memory.html (memory.oom_control).
@@ -17,15 +17,16 @@ ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def oom_kills() -> int:
-    """The sum of `oom_kill` over this process's memory cgroups, up to its job's; 0 if none can be read.
+    """The sum of `oom_kill` over this process's memory cgroups, up to its task's or job's; 0 if none can be read.
 
-    Only the difference between two calls is meaningful. Slurm limits the step, the job, or both.
+    Only the difference between two calls is meaningful. Slurm limits the step, the job, or both; the kernel counts a
+    kill in the group of the process that dies, and cgroup v2 also in those above it.
     """
-    return sum(_counter(file) for files in _counter_files() for file in _of_job(files))
+    return sum(_counter(file) for files in _counter_files() for file in _of_task(files))
 
 
 class KillWatch:
-    """When the kernel last killed a process of this job for lack of memory, if `look` is called every second or so."""
+    """When the kernel last killed a process of this task for lack of memory, if `look` is called every second or so."""
 
     def __init__(self) -> None:
         self._n_kills, self._looked, self._risen = oom_kills(), time.monotonic(), -math.inf
@@ -83,13 +84,15 @@ def _counter_files() -> list[list[Path]]:
     return found
 
 
-def _of_job(files: Sequence[Path]) -> Sequence[Path]:
-    """The files up to the job's: above it, cgroup v2 counts other jobs' kills. Without a job, the first that is here.
+def _of_task(files: Sequence[Path]) -> Sequence[Path]:
+    """The files up to the task's: above it, cgroup v2 counts the kills of the job's other tasks, and of other jobs.
 
-    In a container the path may be that of the host, where only the container's own group is mounted.
+    Up to the job's where tasks have none, and without a job the first that is here. In a container the path may be that
+    of the host, where only the container's own group is mounted.
     """
-    job = next((n for n, file in enumerate(files, 1) if file.parent.name.startswith("job_")), None)
-    return files[:job] if job else [file for file in files if file.is_file()][:1]
+    task = next((n for n, file in enumerate(files, 1) if file.parent.name.startswith("task_") and file.is_file()), None)
+    last = task or next((n for n, file in enumerate(files, 1) if file.parent.name.startswith("job_")), None)
+    return files[:last] if last else [file for file in files if file.is_file()][:1]
 
 
 def _value(file: Path, name: str = "") -> int | None:

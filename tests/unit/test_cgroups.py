@@ -44,8 +44,13 @@ def v1(limit=0x7FFFFFFFFFFFF000, used=0, n_kills=0, **stat):
     }
 
 
-def test_kills_count_up_to_the_jobs_group_and_not_those_of_other_jobs(tree):
+def test_kills_count_up_to_the_tasks_group_and_not_those_of_the_jobs_other_tasks(tree):
     tree(f"0::/{STEP}\n", {STEP: v2(n_kills=1), JOB: v2(n_kills=2), "system.slice": v2(n_kills=100)})
+    assert cgroups.oom_kills() == 1
+
+
+def test_kills_count_up_to_the_jobs_group_where_its_tasks_have_none(tree):
+    tree(f"0::/{STEP}\n", {f"{JOB}/step_0": v2(n_kills=1), JOB: v2(n_kills=2), "system.slice": v2(n_kills=100)})
     assert cgroups.oom_kills() == 3
 
 
