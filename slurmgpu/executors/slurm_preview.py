@@ -81,7 +81,7 @@ def share_nodes(asked: Submission, known: facts.Facts) -> tuple[Submission, list
     wanted = parse_resources(asked.resources).tasks_per_node
     if wanted is not None:
         return asked.sharing_nodes(wanted), []
-    shared = asked.sharing_nodes(nodes.tasks_of_whole_nodes(asked, known))
+    shared = asked.filling_nodes(nodes.tasks_of_whole_nodes(asked, known))
     if shared.tasks_per_node == 1:
         return asked, []
     more = f" ({shared.n_tasks} tasks instead of {asked.n_tasks})" if shared.n_tasks > asked.n_tasks else ""

@@ -208,6 +208,13 @@ class Submission:
         n_at_once = -(-self.n_concurrent // tasks_per_node) * tasks_per_node
         return replace(self, n_tasks=n_jobs * tasks_per_node, n_concurrent=n_at_once, tasks_per_node=tasks_per_node)
 
+    def filling_nodes(self, most: int) -> Submission:
+        """The same, with `most` tasks in each job if it has several: the GPUs of whole nodes are charged for anyway."""
+        if self.n_tasks <= most or self.n_concurrent < most:
+            return self.sharing_nodes(most)
+        n_tasks, n_at_once = (-(-n // most) * most for n in (self.n_tasks, self.n_concurrent))
+        return replace(self, n_tasks=n_tasks, n_concurrent=n_at_once, tasks_per_node=most)
+
     @property
     def walltime_s(self) -> float | None:
         """The walltime that [slurm] asks for; None if it asks for none, or for an unlimited one."""

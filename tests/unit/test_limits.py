@@ -194,7 +194,8 @@ def test_of_gpus_that_idle_on_whole_nodes_submit_and_its_dry_run_tell(asked, kno
         (submission(exclusive=True), {}, 8, 4),
         (submission(), {}, 8, 1),
         (submission(gpus=2), {"partition": WHOLE}, 8, 2),
-        (submission(n_tasks=5), {"partition": WHOLE}, 6, 3),  # two nodes anyway
+        (submission(n_tasks=5), {"partition": WHOLE}, 8, 4),  # two nodes anyway
+        (submission(n_tasks=3), {"partition": WHOLE}, 3, 3),
         (submission(n_tasks=2), {"partition": WHOLE}, 2, 2),
         (submission(n_tasks=20, n_concurrent=2), {"partition": WHOLE}, 20, 2),
         (submission(), {"partition": WHOLE, "gpus": (4, 8, 0)}, 8, 4),
@@ -212,6 +213,7 @@ def test_of_gpus_that_idle_on_whole_nodes_submit_and_its_dry_run_tell(asked, kno
         (asking({"tasks_per_node": 4}), {}, 8, 4),
         (asking({"tasks_per_node": 4}, n_tasks=3), {}, 3, 3),
         (asking({"tasks_per_node": 4}, n_tasks=7), {}, 8, 4),  # eight were asked for, and seven shards are left
+        (asking({"tasks_per_node": 4}, n_tasks=5), {"partition": WHOLE}, 6, 3),
     ],
 )
 def test_tasks_share_the_nodes_that_slurm_gives_whole(asked, known, n_tasks, per_node):
