@@ -38,6 +38,8 @@ HOME = Path(__file__).parents[2]
 EXIT_HELD, EXIT_NOT_HELD, EXIT_NOTHING_PROVEN = 0, 1, 4
 MARKS = {HELD: "✓", NOT_HELD: "✗", NOT_MEASURED: "–"}
 LOG_LINES = 15
+NO_CODE = "no kernel image is available"
+"""CUDA's words for a card for which PyTorch was not built: then each finding would fail, and break CUDA."""
 PATIENCE = 20
 """How many times longer everything may take without a GPU."""
 
@@ -167,6 +169,10 @@ def run_part(
             for row in _run_process(part, left, n_gpus, process, time.monotonic() + remaining):
                 left = left[1:]
                 yield row
+                if NO_CODE in row.figures:
+                    said = "this PyTorch has no code for the GPU"
+                    yield from (Row(part, each.claim, NOT_MEASURED, said, 0.0) for each in left)
+                    return
             if len(left) == n_left:  # it died before its first finding
                 each, *left = left
                 yield Row(part, each.claim, NOT_HELD, "its process ended before it began", 0.0, _tail(process.log, 0))

@@ -225,6 +225,38 @@ def test_a_finding_that_the_parts_time_cuts_short_is_not_measured(tmp_path, monk
     assert last.figures == "the part's 3 s are used up"
 
 
+def test_a_card_that_this_pytorch_has_no_code_for_costs_a_part_one_failure(tmp_path, monkeypatch):
+    """Else each finding would start another process, for minutes, to fail alike."""
+    text = textwrap.dedent(
+        """
+        from tests.gpu.findings import finding
+
+        @finding()
+        def multiplies(machine):
+            "It multiplies."
+            raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+        @finding()
+        def adds(machine):
+            "It adds."
+            return "3"
+        """
+    )
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    for name in ("__init__.py", "findings.py", "part.py"):
+        (folder / name).write_text((HOME / "tests" / "gpu" / name).read_text())
+    (folder / "failing.py").write_text(text)
+    module = ModuleType("tests.gpu.failing")
+    exec(text, module.__dict__)
+    monkeypatch.setattr(kit, "HOME", tmp_path)
+    [failed, left] = kit.run_part("failing", findings_of(module), 1, 1200)
+    assert failed.verdict == NOT_HELD
+    assert "no kernel image is available" in failed.figures
+    assert (left.claim, left.verdict) == ("It adds", NOT_MEASURED)
+    assert left.figures == "this PyTorch has no code for the GPU"
+
+
 def show_a_gpu(monkeypatch):
     monkeypatch.setattr(kit.gpus, "count", lambda: 1)
     monkeypatch.setattr(kit.gpus, "probe", lambda n: [GPU("A GPU", 85 * 10**9, cuda="13.0", driver="580.1")])
