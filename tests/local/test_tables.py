@@ -229,7 +229,11 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
     assert capsys.readouterr().out.endswith(f"\nto compute the rest: slurmgpu resubmit {run.typed}\n")
     complete = {**report, "complete": True, "missing": [], "resubmit": None}
     show_report(complete)
-    assert capsys.readouterr().out.endswith(f"recompute failed items with: slurmgpu resubmit {run.typed} --failed\n")
+    assert capsys.readouterr().out.endswith(
+        f"recompute failed items with: slurmgpu resubmit {run.typed} --failed\n"
+        "to change settings or input, which a run freezes, submit a new run with another --run-dir "
+        "(--items: of some items alone)\n"
+    )
     show_report({**complete, "errors": [], "n_errors": 0})
     assert "resubmit" not in capsys.readouterr().out
     for attempt in report["attempts"]:

@@ -143,6 +143,7 @@ def _show_next(report: Report) -> None:
         result(OTHER_RUN)
     elif report["n_errors"]:
         result(f"\nafter fixing the cause, recompute failed items {by}: {again}")
+        result(f"{OTHER_RUN} (--items: of some items alone)")
 
 
 def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
