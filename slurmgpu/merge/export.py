@@ -13,6 +13,7 @@ import csv
 import io
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,11 +114,13 @@ def export(
 
     Raises SlurmGPUError if a byte differs. `columns` limits the columns, `where` the rows to those for which the
     condition is true. With `with_items`, or columns such as `item.text`, rows of a run include the data of their items.
-    If `output` is a path, the export restarts after a transient failure.
+    If `output` is a path, the export restarts after a transient failure. A file of the run's input is not replaced.
     """
     chosen = Choice(columns, where, with_items)
     if isinstance(output, Path):
         path = output
+        if isinstance(source, Run):
+            refuse_input(source, path)
         return retried(lambda: cause_raised(lambda: _export(source, format, path, chosen)), BRIEF_PATIENCE_S)
     with _opened(source) as rows:
         if format in FORMATS and format not in (*LINE_FORMATS, *_own_formats(rows)):
@@ -128,6 +131,20 @@ def export(
         exported = _write(rows, format, output, chosen)
         output.flush()
         return exported
+
+
+def refuse_input(run: Run, output: Path) -> None:
+    """Raise SlurmGPUError if an export to `output` would replace a file of the run's input."""
+    if (there := status_of(output)) is None:
+        return
+    for file in (*run.input["files"], *run.plan.named_files):
+        path = Path(file["path"])
+        is_like = path.name == output.name or (file["size_bytes"], file["mtime_ns"]) == (
+            there.st_size,
+            there.st_mtime_ns,
+        )
+        if is_like and (its := status_of(path)) is not None and os.path.samestat(its, there):
+            raise SlurmGPUError(f"{output} is the input of {run.folder}, and would be replaced. Name another file.")
 
 
 def _export(source: Path | Run, format: str, output: Path, chosen: Choice) -> Exported:  # noqa: A002

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, fields_among, refuse_bare_fields, refuse_unknown_fields
-from slurmgpu.merge.export import LINE_FORMATS, Exported
+from slurmgpu.merge.export import LINE_FORMATS, Exported, refuse_input
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
@@ -24,7 +24,7 @@ from slurmgpu.shards.columns import columns_from_json, stored_columns
 from slurmgpu.util.atomic_files import whole_file
 from slurmgpu.util.dotted_keys import parts_of
 from slurmgpu.util.packages import check_pyarrow
-from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, exists, retried
 
 if TYPE_CHECKING:
     from slurmgpu.results.constants import Constants
@@ -63,6 +63,9 @@ def export_sweep(
     if not isinstance(output, Path):
         return _written(folder, format, output, columns, where)
     path = output
+    for name in listed_runs(folder) if exists(path) else ():
+        if was_submitted(folder / name):
+            refuse_input(Run.open(folder / name), path)
 
     def write() -> SweepExported:
         with whole_file(path) as file:

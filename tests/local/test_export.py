@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import gzip
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from slurmgpu.merge.export import FORMATS, export
 from slurmgpu.results import stored
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from tests.support.limited import check_cannot_grow
+from tests.support.published_runs import published_run
 from tests.support.runs import planned_run
 from tests.support.shard_files import (
     COLUMNS,
@@ -322,3 +324,20 @@ def test_a_run_without_rows_leads_to_the_command_that_says_why(tmp_path):
     with pytest.raises(SlurmGPUError, match=f"{run.folder} has no rows. `slurmgpu status {run.folder}` shows why"):
         export(run, "jsonl", tmp_path / "rows.jsonl")
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_an_export_replaces_no_input_of_its_run_by_no_name(tmp_path, suffix):
+    items, content = tmp_path / f"items.{suffix}", b'{"n": 1}\n{"n": 2}\n'
+    items.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    run = published_run(tmp_path / "run", {"n": Array("int64")}, [{"n": 1}, {"n": 2}], input_file=items)
+    (tmp_path / "link.jsonl").symlink_to(items)
+    (tmp_path / "rows.jsonl").write_text("of an earlier export")
+    before = items.read_bytes()
+    for name in (items.name, "link.jsonl"):
+        with pytest.raises(SlurmGPUError, match=rf"{name} is the input of .*/run, and would be replaced"):
+            export(run, "jsonl", tmp_path / name)
+    assert items.read_bytes() == before
+    assert export(run, "jsonl", tmp_path / "rows.jsonl").n_rows == 2
+    items.unlink()
+    assert export(run, "jsonl", items).n_rows == 2

@@ -157,6 +157,14 @@ def test_runs_that_are_not_there_are_named_and_so_are_those_that_lack_rows(copie
     assert "have no rows. " in slurmgpu("export", copied, "-o", "-", expect=2).stderr
 
 
+def test_the_rows_of_a_sweep_replace_no_input_of_its_runs(folder):
+    items = folder.parent / "items.jsonl"
+    before = items.read_bytes()
+    with pytest.raises(SlurmGPUError, match=r"items.jsonl is the input of .*/runs/a, and would be replaced"):
+        export_sweep(folder, "jsonl", items, (), None)
+    assert items.read_bytes() == before
+
+
 def test_a_value_of_the_summaries_is_not_taken_for_a_column_of_the_report(folder, slurmgpu):
     lines = [line.split() for line in slurmgpu("report", folder, expect=0).stdout.splitlines()]
     assert ["run", "rows", "failed", "summary.rows", "share"] in lines
