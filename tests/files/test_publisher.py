@@ -62,11 +62,12 @@ def test_a_shard_that_is_written_beside_the_next_one_is_published_and_told_of_on
 
 
 def test_the_thread_that_writes_ends_with_its_publisher(run):
+    before = threading.enumerate()
     publisher = publisher_of(run, [])
     publisher.is_beside = True
     publisher.begin(computed(0))
     publisher.end()
-    [thread] = [thread for thread in threading.enumerate() if thread.name == "publish"]
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "publish" and thread not in before]
     publisher.close()
     thread.join(60)
     assert not thread.is_alive()
@@ -98,6 +99,7 @@ def test_a_shard_that_cannot_be_written_says_what_is_full(run, monkeypatch, is_b
     publisher.is_beside = is_beside
     with pytest.raises(WorkerFailedError, match=f"shard 1 cannot be written in {run.shards}: ") as raised:
         [do() for do in (lambda: publisher.begin(computed(1)), publisher.end)]
+    publisher.close()
     assert (raised.value.kind, told, publisher.slowest_s) == ("disk_full", [], 0.0)
 
 
