@@ -2,6 +2,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import settings
 from slurmgpu.code import imported_modules
 from slurmgpu.plan.site_file import OF_THE_SHELL
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
-from tests.support import command_line, fsyncs
+from tests.support import command_line, fsyncs, process_state
 from tests.support.images import apptainer, normal_user  # noqa: F401
 from tests.support.reasoners import reasoners  # noqa: F401
 from tests.support.runs import make_project
@@ -101,9 +102,23 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True)
-def _no_modules_of_others():
-    """Forget what a test has planned: a plan looks whether any module changed that earlier ones imported."""
+def _as_before():
+    """A test that leaves its process changed fails, rather than one that comes after it in some order of the tests."""
+    before = process_state.read()
     yield
+    if changes := process_state.put_back(before):
+        pytest.fail("\n".join(["it leaves its process changed:", *changes]), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_modules_of_others():
+    """Forget what a test has planned: a plan looks whether any module changed that earlier ones imported.
+
+    It also puts the folder of its run file on `sys.path`, where the next test would find this one's modules.
+    """
+    path = [*sys.path]
+    yield
+    sys.path[:] = path
     if imported_modules.DIGESTS:
         imported_modules.take_out(imported_modules.DIGESTS)
         imported_modules.DIGESTS.clear()

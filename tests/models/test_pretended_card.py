@@ -49,6 +49,7 @@ TEXTS = ["12+5=", "123+45=", "1+1=", "99+1=?100"]
 def card(monkeypatch):
     made = Card()
     made.install(monkeypatch)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as a training on a card sets it for its process
     monkeypatch.setattr(drawing, "_kernels", {torch.device("cuda:0"): None})  # there is no NVRTC for it
     with made:
         yield made

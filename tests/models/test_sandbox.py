@@ -129,14 +129,14 @@ def test_sets_have_the_same_order_in_every_process(box):
     assert passes("", f"assert {words} == {told}")
 
 
-def test_a_program_sees_neither_network_nor_files_and_writes_nothing(box, tmp_path):
+def test_a_program_sees_neither_network_nor_files_and_writes_nothing(box, tmp_path, monkeypatch):
     """Each attempt is one that this process is able to make itself."""
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
     server = socket.create_server(("127.0.0.1", 0))
     server.setblocking(False)
     port = server.getsockname()[1]
-    os.environ["SLURMGPU_TEST_SECRET"] = "s3cret"
+    monkeypatch.setenv("SLURMGPU_TEST_SECRET", "s3cret")
     attempts = {
         "read": f"open({str(secret)!r}).read()",
         "write": f"open({str(Path(sys.prefix) / 'x-written')!r}, 'w')",
