@@ -15,8 +15,8 @@ from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, Structure
 from slurmgpu.llm.models.decoders import WITH_IMAGES
 from slurmgpu.llm.models.source import find_model
+from slurmgpu.llm.prompts import image_prompts
 from slurmgpu.llm.prompts.images import open_image, sources_of
-from slurmgpu.llm.transformers_engine import image_prompts
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate

@@ -14,7 +14,7 @@ from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.batching import Budget, Load, common_prefix, n_that_fit
 from slurmgpu.llm.interface.engine import EngineOptions, Passage, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.models.source import find_model
-from slurmgpu.llm.transformers_engine.scoring import ROUNDING, exclusive
+from slurmgpu.llm.prompts.questions import ROUNDING, exclusive
 from tests.support.engines import engine, texts, tokens_of
 from tests.support.tiny_models import (
     CHARACTERS,

@@ -17,9 +17,9 @@ from transformers import (
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.engine import Passage, Prompt
+from slurmgpu.llm.prompts.windows import windows_of
 from slurmgpu.llm.transformers_engine import token_scoring
 from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
-from slurmgpu.llm.transformers_engine.windows import windows_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.perplexity import Perplexity
 from tests.support.engines import engine, with_seen_shapes

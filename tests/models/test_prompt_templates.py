@@ -19,7 +19,7 @@ from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.jinja_templates import JinjaTemplate
 from slurmgpu.llm.prompts.templates import Prompts, Template
 from slurmgpu.llm.prompts.truncation import shorten
-from slurmgpu.llm.transformers_engine.windows import tokens_of
+from slurmgpu.llm.prompts.windows import tokens_of
 from slurmgpu.workload import Item, Share
 from slurmgpu.workloads.classify.workload import Classify
 from slurmgpu.workloads.generate.workload import Generate

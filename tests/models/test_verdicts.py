@@ -10,7 +10,7 @@ from slurmgpu.llm.answers import parsing
 from slurmgpu.llm.answers.metrics import wilson_interval
 from slurmgpu.llm.interface.engine import EngineOptions
 from slurmgpu.llm.prompts.codec import Codec
-from slurmgpu.llm.transformers_engine.scoring import ask, scores_of
+from slurmgpu.llm.prompts.questions import ask, scores_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
 from slurmgpu.workloads.judge.verdicts import summarize

@@ -214,6 +214,8 @@ def test_no_two_rooms_of_the_language_models_import_each_other():
         theirs = {name.split(".")[2] for name in imports(path) if name.startswith("slurmgpu.llm.")}
         graph.setdefault(here, set()).update(theirs - {here})
     assert set().union(*graph.values()) <= graph.keys(), "a room imports what stands on all of them"
+    engines = {name for name in graph if name.endswith("_engine")}
+    assert [engine for engine in engines if graph[engine] & engines] == [], "what engines share is in none of them"
     assert [*TopologicalSorter(graph).static_order()]  # a circle raises
 
 

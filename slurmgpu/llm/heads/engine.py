@@ -20,9 +20,9 @@ from slurmgpu.llm.heads.own_classes import own_class
 from slurmgpu.llm.interface.batching import CPU_PADDING, GPU_PADDING, budget_of, of_like_length
 from slurmgpu.llm.interface.engine import EngineOptions, Place
 from slurmgpu.llm.prompts.encoded import PromptError
+from slurmgpu.llm.prompts.image_prompts import ImagePrompts, Shown, load_processor, marks_of, moved
 from slurmgpu.llm.prompts.images import open_image
 from slurmgpu.llm.transformers_engine.call_lengths import CallLengths
-from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, load_processor, marks_of, moved
 from slurmgpu.llm.transformers_engine.loading import Loaded, load_whole, log_loaded, prepare
 from slurmgpu.llm.transformers_engine.selfcheck import EXACT, ROUNDED
 from slurmgpu.util.out_of_memory import free_memory

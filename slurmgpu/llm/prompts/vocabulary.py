@@ -76,3 +76,12 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
     known = getattr(tokenizer, "added_tokens_decoder", {}).items()
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     return {**{number: token.content for number, token in known if token.special}, **dict(named)}
+
+
+def eos_ids_of(*holders: Any) -> frozenset[int]:
+    """All end tokens of a generation config, a model's config, and a tokenizer."""
+    found: set[int] = set()
+    for holder in holders:
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return frozenset(found)

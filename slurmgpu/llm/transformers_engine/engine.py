@@ -12,6 +12,7 @@ from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Pas
 from slurmgpu.llm.interface.sampling import prepare_kernels
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.encoded import Encoded, PromptError
+from slurmgpu.llm.prompts.windows import likelihoods
 from slurmgpu.llm.transformers_engine.decoding_choice import DecodingChoice
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.loading import Loaded, load_model
@@ -20,7 +21,6 @@ from slurmgpu.llm.transformers_engine.rows import Chooser
 from slurmgpu.llm.transformers_engine.scoring import Scorer
 from slurmgpu.llm.transformers_engine.static import StaticBatches
 from slurmgpu.llm.transformers_engine.token_scoring import TokenScorer
-from slurmgpu.llm.transformers_engine.windows import likelihoods
 from slurmgpu.util.out_of_memory import free_memory
 
 if TYPE_CHECKING:

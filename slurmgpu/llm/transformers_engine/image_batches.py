@@ -13,7 +13,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.batching import Budget
 from slurmgpu.llm.interface.sampling_rules import Rules
 from slurmgpu.llm.prompts.encoded import Finished
-from slurmgpu.llm.transformers_engine.image_prompts import Shown, ShownRequest, moved
+from slurmgpu.llm.prompts.image_prompts import Shown, ShownRequest, moved
 from slurmgpu.llm.transformers_engine.loading import Loaded
 from slurmgpu.llm.transformers_engine.rows import Chooser, Row, lengths_of, too_large
 

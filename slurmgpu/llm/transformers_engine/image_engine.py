@@ -11,9 +11,9 @@ from slurmgpu.llm.interface.batching import budget_of
 from slurmgpu.llm.interface.engine import EngineOptions, Likelihood, Output, Passage, Place, Question, Request, Scores
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.encoded import PromptError
+from slurmgpu.llm.prompts.image_prompts import ImagePrompts, ShownRequest, load_processor, marks_of
 from slurmgpu.llm.transformers_engine.grammars import Grammars
 from slurmgpu.llm.transformers_engine.image_batches import ImageBatches, ImageModel
-from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, ShownRequest, load_processor, marks_of
 from slurmgpu.llm.transformers_engine.image_scoring import ImageScorer
 from slurmgpu.llm.transformers_engine.loading import load_model
 from slurmgpu.llm.transformers_engine.rows import Chooser

@@ -14,9 +14,9 @@ from slurmgpu.llm.interface.batching import Budget
 from slurmgpu.llm.interface.engine import Question, Scores, Tokens
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.encoded import PromptError
+from slurmgpu.llm.prompts.image_prompts import ImagePrompts, Shown, in_groups
+from slurmgpu.llm.prompts.questions import Asked, ask, check_room, failed, following, scores_by_token
 from slurmgpu.llm.transformers_engine.image_batches import ImageModel, only
-from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, Shown, in_groups
-from slurmgpu.llm.transformers_engine.scoring import Asked, ask, check_room, failed, following, scores_by_token
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,6 +19,7 @@ from slurmgpu.llm.interface.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.models.decoders import check_not_encoder_decoder
 from slurmgpu.llm.models.lora import Switch, hold_adapters, merge_adapter
 from slurmgpu.llm.models.sizes import experts_of
+from slurmgpu.llm.prompts.vocabulary import eos_ids_of
 from slurmgpu.llm.transformers_engine.caches import ARGUMENTS, argument_of, keyword_of, new_cache, takes_keywords
 from slurmgpu.llm.transformers_engine.quantization import quantization_config
 from slurmgpu.llm.transformers_engine.weight_layout import store_by_columns
@@ -296,15 +297,6 @@ def check_whole(model: Any, report: Mapping[str, Any], name: str, advice: str, u
             f"The checkpoint of {name} does not fit a {type(model).__name__}: it {'; it '.join(said)}. Copy or convert "
             f"the checkpoint again; {advice}."
         )
-
-
-def eos_ids_of(*holders: Any) -> frozenset[int]:
-    """All end tokens of a generation config, a model's config, and a tokenizer."""
-    found: set[int] = set()
-    for holder in holders:
-        ids = getattr(holder, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    return frozenset(found)
 
 
 def _context(options: EngineOptions, config: Any) -> int:

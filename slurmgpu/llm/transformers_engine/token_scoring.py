@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from slurmgpu.llm.interface.batching import Budget, Load, n_in_pack, n_that_fit, of_like_length
 from slurmgpu.llm.interface.engine import Tokens
+from slurmgpu.llm.prompts.windows import Read, Window
 from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.packing import Text
 from slurmgpu.llm.transformers_engine.prefill import Prefill
 from slurmgpu.llm.transformers_engine.scoring import MOST_LOGITS
-from slurmgpu.llm.transformers_engine.windows import Read, Window
 from slurmgpu.util.out_of_memory import free_memory
 
 

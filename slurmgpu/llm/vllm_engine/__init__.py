@@ -1,4 +1,4 @@
 """The engine on vLLM.
 
-May import: transformers_engine, for shared code on tokens, and everything that it may import. vLLM.
+May import: prompts, placement, interface, models and util. vLLM, and PyTorch and transformers, which it brings.
 """

@@ -27,11 +27,11 @@ from slurmgpu.llm.interface.engine import (
 )
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.encoded import Encoded, Finished, PromptError
+from slurmgpu.llm.prompts.image_prompts import ImagePrompts, load_processor, marks_of
 from slurmgpu.llm.prompts.images import open_image
+from slurmgpu.llm.prompts.questions import Asked, ask, check_room, failed, following, scores_by_token
 from slurmgpu.llm.prompts.structures import lark_of
-from slurmgpu.llm.transformers_engine.image_prompts import ImagePrompts, load_processor, marks_of
-from slurmgpu.llm.transformers_engine.scoring import Asked, ask, check_room, failed, following, scores_by_token
-from slurmgpu.llm.transformers_engine.windows import Read, Window, likelihoods
+from slurmgpu.llm.prompts.windows import Read, Window, likelihoods
 from slurmgpu.llm.vllm_engine.limits import vllm_refuses
 from slurmgpu.llm.vllm_engine.node import NodePlace
 from slurmgpu.llm.vllm_engine.start import llm_arguments, load_tokenizer, lora_requests, make_llm, prepare_environment

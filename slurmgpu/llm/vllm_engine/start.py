@@ -13,7 +13,7 @@ from slurmgpu.llm.models.adapters import digest_of_adapter, rank_of
 from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.placement.needs import look_at
 from slurmgpu.llm.placement.parallelism import VLLM_QUANTIZATIONS, check_vllm
-from slurmgpu.llm.transformers_engine.loading import eos_ids_of
+from slurmgpu.llm.prompts.vocabulary import eos_ids_of
 from slurmgpu.llm.vllm_engine.limits import LORA_RANKS, memory_share
 from slurmgpu.llm.vllm_engine.node import NodePlace, start_with_port
 from slurmgpu.util.sockets import socket_folder
