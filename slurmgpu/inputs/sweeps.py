@@ -162,18 +162,16 @@ def _axes(table: Mapping[str, Any]) -> list[Axis]:
     groups = _groups(table)
     _refuse_flat_zip(table)
     group_of = {key: tuple(group) for group in groups for key in group}
-    values = {
-        key: _values(key, value, is_zipped=key in group_of)
-        for key, value in table.items()
-        if key != RANDOM and not (key == ZIP and groups)
-    }
+    values = {key: _values(key, value) for key, value in table.items() if key != RANDOM and not (key == ZIP and groups)}
     _check_lengths(groups, values)
     axes = []
     for key, found in values.items():
         if isinstance(found, Distribution):
             axes.append(Axis((key,), found))
         elif key == (keys := group_of.get(key, (key,)))[0]:
-            axes.append(Axis(keys, [*zip(*(values[each] for each in keys), strict=True)]))
+            rows = [*zip(*(values[each] for each in keys), strict=True)]
+            _refuse_twice(keys, rows)
+            axes.append(Axis(keys, rows))
     return axes
 
 
@@ -230,7 +228,7 @@ _MEANT_AS_LIST = re.compile(r"\[.*|[-+.e\d]+(, ?[-+.e\d]+)+", re.DOTALL)
 """A text that was probably meant as a list for `-s`, but lacks its last bracket, or quotes around words."""
 
 
-def _values(key: str, value: Any, *, is_zipped: bool) -> list[Any] | Distribution:
+def _values(key: str, value: Any) -> list[Any] | Distribution:
     if isinstance(value, Mapping):
         return _distribution(key, value)
     if isinstance(value, str) and _MEANT_AS_LIST.fullmatch(value):
@@ -241,7 +239,6 @@ def _values(key: str, value: Any, *, is_zipped: bool) -> list[Any] | Distributio
     values = value if isinstance(value, list) else [value]
     if not values:
         raise SlurmGPUError(f"[sweep] {key} is an empty list; expected at least one value, or no {key} at all.")
-    texts: set[str] = set()
     for each in values:
         if not _is_plain(each):
             raise SlurmGPUError(f"[sweep] {key} has the value {_shown(each)}; expected {VALUES}.")
@@ -249,11 +246,18 @@ def _values(key: str, value: Any, *, is_zipped: bool) -> list[Any] | Distributio
             raise SlurmGPUError(
                 f"[sweep] {key} has a distribution in a list; write it without the list: {key} = {_shown(each)}."
             )
-        text = json.dumps(each, sort_keys=True)
-        if text in texts and not is_zipped:
-            raise SlurmGPUError(f"[sweep] {key} has the value {_shown(each)} twice; expected each once.")
-        texts.add(text)
     return values
+
+
+def _refuse_twice(keys: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    texts: set[str] = set()
+    for row in rows:
+        text = json.dumps(row, sort_keys=True)
+        if text in texts:
+            have = "has the value" if len(keys) == 1 else "have the values"
+            said = f"{', '.join(keys)} {have} {', '.join(map(_shown, row))}"
+            raise SlurmGPUError(f"[sweep] {said} twice; expected each once.")
+        texts.add(text)
 
 
 def _distribution(key: str, value: Mapping[str, Any]) -> Distribution:

@@ -89,6 +89,7 @@ def test_keys_of_a_zip_vary_together_where_the_first_of_them_stands():
             "zip names 'lrr', which [sweep] does not vary. Did you mean 'lr'?",
         ),
         ({"zip": [["a", "b"], ["b"]], "a": [1], "b": [2]}, "zip names 'b' twice"),
+        ({"zip": [["a", "b"]], "a": [1, 1, 1], "b": [2, 3, 2]}, "a, b have the values 1, 2 twice; expected each once."),
         ({"zip": ["a", "b"], "a": [1, 2], "b": [3, 4]}, 'expected a list of groups of keys: write zip = [["a", "b"]]'),
     ],
 )
