@@ -153,3 +153,12 @@ def best_of(n_rounds: int, work: Callable[[], object], device: str) -> float:
     """The fewest seconds of several rounds, after a warm-up round."""
     work()
     return min(seconds_of(work, device) for _ in range(n_rounds))
+
+
+def bandwidth(machine: Machine) -> float:
+    """Bytes per second of a copy on the device, read plus written."""
+    import torch
+
+    source = torch.empty(machine.pick(2 << 30, 1 << 20), dtype=torch.uint8, device=machine.device)
+    target = torch.empty_like(source)
+    return float(2 * source.nbytes) / best_of(5, lambda: target.copy_(source), machine.device)

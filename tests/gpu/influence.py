@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.findings import Machine, NotMeasured, best_of, finding, hold
+from tests.gpu.findings import Machine, NotMeasured, bandwidth, best_of, finding, hold
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +21,13 @@ TOP_10 = 0.9
 """The least share of the ten strongest influences that must remain among the ten strongest."""
 CLOSE, FAR = 1e-5, 2e-2
 """In fp32, 99 % of the columns must be within the first, all within the second: rounding may flip a ReLU."""
-SHARE = 0.3
-"""The least share of the measured fp32 peak."""
+SHARE = 0.4
+"""The least share of the speed that matrix products and the memory allow."""
+MOVED_BYTES = 437e3, 478
+"""What is read and written besides matrix products, for an example's gradient and for a pair: by call, on a CPU.
+
+On cards such as an L4, whose memory is slow against their products, this is most of the time.
+"""
 SECONDS = {100: 2.0, 1_000: 20.0}
 SMALL = (150, 12, 900, 40)
 TOY = (40, 3, 60, 4)
@@ -153,7 +158,7 @@ def fp16_is_within_its_bound(machine: Machine) -> str:
 
 
 def _large(machine: Machine, n_tests: int, n_train: int, precision: str = "fp32", **options: Any) -> str:
-    """The time, the share of the products' peak and the memory of a graph of FB15k-237's size."""
+    """The time, the speed and the memory of a graph of FB15k-237's size."""
     import torch
 
     from slurmgpu.workloads.tracin.settings import CPU_MEMORY_MB, GPU_MEMORY_MB
@@ -172,16 +177,20 @@ def _large(machine: Machine, n_tests: int, n_train: int, precision: str = "fp32"
         torch.cuda.reset_peak_memory_stats(machine.device)
         before = torch.cuda.memory_allocated(machine.device)
     seconds = best_of(3, lambda: influences.of(tests), machine.device)
+    used = torch.cuda.max_memory_allocated(machine.device) - before if machine.on_gpu else 0
     graph = Graph("", machine.folder, len(train), sizes[0], len(train[:, :2].unique(dim=0)))
-    rate, peak = flops(graph, len(tests)) / seconds, _matrix_peak(machine, precision)
-    figures = f"{len(tests):,} x {len(train):,}: {seconds:.2f} s, {rate / 1e12:.2f} TFLOP/s, "
-    figures += f"{rate / peak:.0%} of the measured {peak / 1e12:.2f}"
+    n_flops, peak = flops(graph, len(tests)), _matrix_peak(machine, precision)
+    of_example, of_pair = MOVED_BYTES
+    n_bytes = of_example * (len(train) + len(tests)) + of_pair * len(train) * len(tests)
+    share = (n_flops / peak + n_bytes / bandwidth(machine)) / seconds
+    figures = f"{len(tests):,} x {len(train):,}: {seconds:.2f} s, {n_flops / seconds / 1e12:.2f} TFLOP/s, "
+    figures += f"{n_flops / seconds / peak:.0%} of the measured {peak / 1e12:.2f}"
+    figures += f"; {share:.0%} of what products and memory allow"
     if not machine.on_gpu:
         return figures
-    used = torch.cuda.max_memory_allocated(machine.device) - before
     allowed = bound + 3 * 4 * 10_368 * 200
     figures += f"; {used / 1e6:,.0f} MB besides the model, allowed {allowed / 1e6:,.0f}"
-    fast = precision != "fp32" or n_tests < 1_000 or bool(options) or rate >= SHARE * peak
+    fast = precision != "fp32" or n_tests < 1_000 or bool(options) or share >= SHARE
     return hold(seconds <= SECONDS[n_tests] and used <= allowed and fast, figures)
 
 
@@ -205,7 +214,10 @@ def a_hundred_tests_on_a_part_of_fb15k237(machine: Machine) -> str:
 
 @finding(limit_s=45)
 def a_thousand_tests_on_fb15k237(machine: Machine) -> str:
-    """1,000 tests on 272,115 triples in fp32 take at most 20 s, at 30 % of the measured peak, in the memory allowed."""
+    """1,000 tests on 272,115 triples in fp32 take at most 20 s, at 40 % of what products and memory allow.
+
+    They use no more memory than the setting allows.
+    """
     return _large(machine, 1_000, 272_115)
 
 

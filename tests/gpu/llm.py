@@ -17,7 +17,7 @@ import numpy as np
 
 from slurmgpu.util.broken_process import is_broken_cuda
 from slurmgpu.util.exceptions import described
-from tests.gpu.findings import Machine, NotHeld, NotMeasured, best_of, finding, hold, logs_of, seconds_of
+from tests.gpu.findings import Machine, NotHeld, NotMeasured, bandwidth, best_of, finding, hold, logs_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -739,15 +739,6 @@ def _by_hand(engine: TransformersEngine, texts: Sequence[str], lengths: Sequence
             model.generate(**batch, max_new_tokens=max(lengths[i] for i in rows), do_sample=False, pad_token_id=0)
 
 
-def _bandwidth(machine: Machine) -> float:
-    """Bytes per second of a copy on the device, read plus written."""
-    import torch
-
-    source = torch.empty(machine.pick(2 << 30, 1 << 20), dtype=torch.uint8, device=machine.device)
-    target = torch.empty_like(source)
-    return float(2 * source.nbytes) / best_of(5, lambda: target.copy_(source), machine.device)
-
-
 @finding(limit_s=SET_UP_S + 30)
 def generation_is_faster_than_by_hand(machine: Machine) -> str:
     """Answers of 2 to 160 tokens come 10 times as fast as one by one, 1.2 times as fast as the best sorted batches."""
@@ -775,7 +766,7 @@ def generation_is_faster_than_by_hand(machine: Machine) -> str:
         ours["continuous"] = sum(lengths) / _seconds(machine, _by_continuous, engine, encoded)
         engine._continuous.release()
     weights = sum(each.nbytes for each in engine._loaded.model.parameters())
-    bound = sum(lengths) / (max(lengths) * weights / _bandwidth(machine))
+    bound = sum(lengths) / (max(lengths) * weights / bandwidth(machine))
     rates |= ours
     best = max(ours.values())
     told = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
