@@ -229,6 +229,8 @@ class Plan:
         check_objects("its input: ", [value["input"]], InputRecord)
         if not all(len(each) == _BOUNDS for each in value["input"]["ranges"] or ()):
             raise ValueError(f"its input: ranges is {value['input']['ranges']!r:.80}")
+        if not isinstance(value["provenance"].get("run_file"), str):
+            raise ValueError("its provenance lacks run_file")
         for name in ("n_items", "shard_items", "batch_size", "parts"):
             if value[name] < 1:
                 raise ValueError(f"its {name} is {value[name]}")

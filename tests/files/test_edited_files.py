@@ -20,6 +20,7 @@ LOOKS = (("status",), ("logs",), ("show",), ("cancel",), ("merge", "--verify"))
         ("parts", [], "its parts is []"),
         ("exports", 7, "its exports is 7"),
         ("track", [["x"]], "its track is [['x']]"),
+        ("provenance", {"run_fime": "/a.toml"}, "its provenance lacks run_file"),
     ],
 )
 def test_a_plan_that_cannot_be_one_is_said_to_be_damaged(tmp_path, slurmgpu, name, value, told):
