@@ -21,7 +21,7 @@ from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.run.plan_beside import plan_beside
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
-from slurmgpu.workloads.checkers import Checker
+from slurmgpu.workloads.grading.checkers import Checker
 from slurmgpu.workloads.item_errors import compute_good, value_or_error
 from slurmgpu.workloads.language_model import good_blocks, good_values, total
 

@@ -8,7 +8,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.answers.final_answers import number_in, reference_number
 from slurmgpu.llm.answers.parsing import Labels
 from slurmgpu.llm.answers.steps import Tree, split_steps
-from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.grading.checkers import open_checker
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from slurmgpu.llm.interface.engine import Output
 from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.workload import Item
-from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.grading.checkers import open_checker
 from slurmgpu.workloads.judge.workload import Judge
 from slurmgpu.workloads.samples import Samples
 from slurmgpu.workloads.score.workload import Score

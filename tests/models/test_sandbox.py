@@ -18,9 +18,9 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Output
 from slurmgpu.shards.columns import Array, convert_row
 from slurmgpu.workload import Item
-from slurmgpu.workloads import sandbox
-from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.grading import sandbox
+from slurmgpu.workloads.grading.checkers import open_checker
 from slurmgpu.workloads.samples import Samples
 from tests.support.shard_files import peak_memory_bytes, write
 from tests.support.tiny_models import make_unloadable
@@ -195,7 +195,7 @@ def test_processes_are_limited_where_the_kernel_counts_a_programs_own(monkeypatc
 
 def test_a_lower_limit_of_the_task_is_taken_over(box):
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
-    code += "from slurmgpu.workloads import sandbox; sandbox.check()"
+    code += "from slurmgpu.workloads.grading import sandbox; sandbox.check()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -10,10 +10,10 @@ import pytest
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.interface.engine import Output
 from slurmgpu.workload import Item
-from slurmgpu.workloads import sandbox, symbolic
-from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.workload import Collect
-from slurmgpu.workloads.symbolic import Symbols
+from slurmgpu.workloads.grading import sandbox, symbolic
+from slurmgpu.workloads.grading.checkers import open_checker
+from slurmgpu.workloads.grading.symbolic import Symbols
 from tests.support.tiny_models import make_unloadable
 
 

@@ -60,8 +60,8 @@ FOREIGN = {
     "wandb": {"trackers"},
     "mlflow": {"trackers"},
     "trackio": {"trackers"},
-    "math_verify": {"workloads.symbolic_process"},
-    "sympy": {"workloads.symbolic_process"},
+    "math_verify": {"workloads.grading.symbolic_process"},
+    "sympy": {"workloads.grading.symbolic_process"},
     "h5py": {"shards"},
 }
 """Each outside library, and the folders or modules that may import it."""

@@ -10,9 +10,9 @@ from slurmgpu.llm.answers.metrics import vote
 from slurmgpu.llm.answers.steps import Path
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Row
-from slurmgpu.workloads.checkers import Checker
 from slurmgpu.workloads.collect.search import Search
 from slurmgpu.workloads.collect.steps_scorer import ScoredTree
+from slurmgpu.workloads.grading.checkers import Checker
 
 COLUMNS: Mapping[str, Column] = {
     **dict.fromkeys(("n_paths", "n_correct"), Array("int32")),

@@ -22,11 +22,11 @@ from slurmgpu.llm.settings import PromptedSettings, prompts_of, sampling
 from slurmgpu.shards.columns import Array, Json
 from slurmgpu.util.users import expanded
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
-from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.rows import COLUMNS, row_of
 from slurmgpu.workloads.collect.search import Draw, Search, missing_branches
 from slurmgpu.workloads.collect.steps_scorer import SCORED, StepsScorer, scored_totals
 from slurmgpu.workloads.collect.totals import checked_pass_at, totals
+from slurmgpu.workloads.grading.checkers import open_checker
 from slurmgpu.workloads.item_errors import compute_good
 from slurmgpu.workloads.language_model import LanguageModelWorkload, cut_hint, good_values, n_truncated
 from slurmgpu.workloads.score.scorer import ScorerSettings

@@ -15,7 +15,7 @@ from slurmgpu.llm.prompts.templates import take
 from slurmgpu.llm.settings import PromptedSettings
 from slurmgpu.shards.columns import Column, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext, Template
-from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.grading.checkers import open_checker
 from slurmgpu.workloads.item_errors import compute_good
 from slurmgpu.workloads.judge.by_rubric import ByRubric
 from slurmgpu.workloads.judge.by_scorer import OTHER, ByScorer, check_alone

@@ -30,7 +30,7 @@ from slurmgpu.llm.settings import PromptedModelSettings, prompts_of
 from slurmgpu.shards.columns import Array, Column, Ragged, Text
 from slurmgpu.workload import FETCH, Item, Placement, Row, Share, TaskContext
 from slurmgpu.workload import Template as Proposal
-from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.grading.checkers import open_checker
 from slurmgpu.workloads.item_errors import compute_good, value_or_error
 from slurmgpu.workloads.language_model import LanguageModelWorkload, answer_of, good_values
 from slurmgpu.workloads.progress import Progress

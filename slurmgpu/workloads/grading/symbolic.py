@@ -18,7 +18,7 @@ from typing import Any
 
 import slurmgpu
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workloads.sandbox import ENVIRONMENT, apart
+from slurmgpu.workloads.grading.sandbox import ENVIRONMENT, apart
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Symbols:
 
     @property
     def _alone(self) -> list[str]:
-        return [sys.executable, "-m", "slurmgpu.workloads.symbolic_process", str(CPU_S)]
+        return [sys.executable, "-m", "slurmgpu.workloads.grading.symbolic_process", str(CPU_S)]
 
     def _begin(
         self, command: Sequence[str], environ: Mapping[str, str] | None

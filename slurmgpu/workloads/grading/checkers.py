@@ -16,8 +16,8 @@ from slurmgpu.llm.answers.parsing import Pattern, compile_pattern, search_last
 from slurmgpu.loader.modules import import_named
 from slurmgpu.loader.names import with_whole_path
 from slurmgpu.util.exceptions import described
-from slurmgpu.workloads import sandbox
-from slurmgpu.workloads.symbolic import Symbols
+from slurmgpu.workloads.grading import sandbox
+from slurmgpu.workloads.grading.symbolic import Symbols
 from slurmgpu.workloads.user_code import located
 
 KINDS = ("numeric", "exact", "regex", "math", "python")

@@ -1,4 +1,4 @@
-"""The process that math-verify runs in: `python -m slurmgpu.workloads.symbolic_process CPU_SECONDS`.
+"""The process that math-verify runs in: `python -m slurmgpu.workloads.grading.symbolic_process CPU_SECONDS`.
 
 A line of JSON on standard input is a question from `symbolic.Symbols`, and a line on standard output its answer.
 SIGXCPU ends the process if a question needs more than CPU_SECONDS: some questions never end in SymPy, and math-verify's
