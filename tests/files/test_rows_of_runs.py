@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from slurmgpu import results
-from slurmgpu.errors import NoAnswerError, SlurmGPUError
+from slurmgpu.errors import ItemError, NoAnswerError, SlurmGPUError
 from slurmgpu.merge.merge import merge
 from slurmgpu.operations import wait
 from slurmgpu.results.published import FileRows, RunRows
-from slurmgpu.shards.columns import Array, Text, convert_row
+from slurmgpu.run.revisions import former_rows, made_again
+from slurmgpu.shards.columns import Array, Text, columns_from_json, convert_row
 from slurmgpu.shards.shard_file import write_shard
-from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
+from slurmgpu.shards.userblock import DamagedShardError, Reader, pack_userblock, read_userblock
 from tests.support.failing import read_wrongly_once
 from tests.support.published_runs import publish, published_run
 from tests.support.shard_files import changed
@@ -275,3 +276,29 @@ def test_memory_is_bounded_by_a_block_not_by_the_run(tmp_path):
     tracemalloc.stop()
     assert n_rows == 400
     assert peak < 3 << 20  # the file has 6.5 MB
+
+
+def test_a_revision_is_made_of_the_newest_whole_file_and_of_none_without_one(tmp_path):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0])
+    columns = columns_from_json(run.plan.columns)
+    again = [{"twice": -1, "word": "again"} if isinstance(each, str) else each for each in ROWS[:5]]
+    path = publish(run, 0, again, revision=1)
+
+    def failed(before):
+        return [str(each) for each in former_rows(run, 0, before, columns).rows if isinstance(each, ItemError)]
+
+    assert (failed(1), failed(2), failed(4)) == ([ROWS[3]], [], [])  # files that a listing has, and more
+    path.write_bytes(path.read_bytes()[:-1])
+    assert failed(2) == [ROWS[3]]
+    run.revision_path(0, 0).write_bytes(b"")
+    with pytest.raises(DamagedShardError, match=r"^00000\.r1\.h5: .*; 00000\.h5: "):
+        failed(2)
+    with pytest.raises(DamagedShardError, match="shard 1 is not published"):
+        former_rows(run, 1, 2, columns)
+
+
+def test_the_items_of_a_revision_are_ascending_in_whatever_order_they_were_computed():
+    first, second = ({"attempt": name, "started": 1.0, "seconds": 1.0} for name in ("a", "b"))
+    made_by = made_again(made_again(first, second, [7, 3, 4]), second, [3])
+    assert made_by["attempt"] == "a"
+    assert [each["items"] for each in made_by["revisions"]] == [[[3, 5], [7, 8]], [[3, 4]]]
