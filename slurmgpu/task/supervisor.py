@@ -114,8 +114,9 @@ class Task:
             raise
 
     def _guarded(self, work: Callable[[], int]) -> int:
-        self.writer.write()
         try:
+            self.run.make_folders()  # a purge may have removed those that were empty while the job was queued
+            self.writer.write()
             if self.attempt.uses_gpus:
                 gpus.check_visible(self.attempt.n_gpus)
             self._leases.drop_earlier()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import GPUFaultError
 from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE
+from slurmgpu.run.directory import FOLDERS
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.metric_log import MetricReader
 from slurmgpu.run.records import Attempt, node_name
@@ -125,6 +127,14 @@ def test_what_keeps_a_task_from_working_is_recorded_and_its_claims_are_given_bac
     assert (code, record["claims"]) == (POLICIES[failure].exit_code or 1, set())
     assert str(error) in record["message"]
     assert bool(record["traceback"]) == (failure == "crash")
+
+
+def test_a_task_makes_the_folders_again_that_a_purge_has_removed_while_it_was_queued(work, tmp_path):
+    for name in FOLDERS:
+        shutil.rmtree(tmp_path / "run" / name)
+    code, record = work(ENDS)
+    assert (code, record["reason"]) == (0, "complete")
+    assert all((tmp_path / "run" / name).is_dir() for name in FOLDERS)
 
 
 def test_a_lease_is_renewed_while_a_worker_says_nothing(work, tmp_path):
