@@ -40,8 +40,10 @@ def own_gpus(run: Run) -> int:
     SlurmGPUError if there are more or fewer processes than the GPUs are for: they would be copies of one task.
     """
     n_gpus, n_tasks = int(os.environ.get("SLURM_GPUS_ON_NODE", len(gpus.visible_ids() or []))), tasks_here()
-    planned = allocate(parse_resources(run.plan.resources), None).gpus_per_task
-    refuse_copies(n_tasks if n_gpus and n_gpus == planned * n_tasks else 1)
+    wanted = parse_resources(run.plan.resources)
+    is_share = n_gpus == allocate(wanted, None).gpus_per_task * n_tasks
+    # Of tasks on CPUs any number would be a share.
+    refuse_copies(n_tasks if is_share and (n_gpus or n_tasks <= (wanted.tasks_per_node or 1)) else 1)
     return n_gpus // n_tasks
 
 

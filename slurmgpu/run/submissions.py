@@ -155,13 +155,13 @@ class Submission:
 
     @property
     def sbatch_options(self) -> dict[str, Any]:
-        """[slurm] for a job, as `given`: the memory and the gres of all its tasks, and the nodes to exclude."""
+        """[slurm] for a job, as `given`: memory, gres and licenses of all its tasks, and the nodes to exclude."""
         options = given(self.slurm)
         if options.get("gres") == NO_GRES:
             del options["gres"]
             if "exclusive" not in self.slurm:
                 options["exclusive"] = True  # two jobs on a node would take the same GPUs
-        for name in ("mem", "gres") if self.tasks_per_node > 1 else ():
+        for name in ("mem", "gres", "licenses") if self.tasks_per_node > 1 else ():
             if name in options:
                 options[name] = times(str(options[name]), self.tasks_per_node)
         if self.exclude:
@@ -199,14 +199,15 @@ class Submission:
         return self.gpus_per_task * self.tasks_per_node
 
     def sharing_nodes(self, most: int) -> Submission:
-        """The submission with up to `most` tasks in a job: as few jobs as that needs, each with the same number.
+        """The submission with up to `most` tasks in a job: as few jobs at once as that needs, each with as many.
 
         It may have some tasks more than before, so that the last job has as many as the others.
         """
-        n_jobs = -(-self.n_tasks // min(most, self.n_concurrent))
-        tasks_per_node = -(-self.n_tasks // n_jobs)
-        n_at_once = -(-self.n_concurrent // tasks_per_node) * tasks_per_node
-        return replace(self, n_tasks=n_jobs * tasks_per_node, n_concurrent=n_at_once, tasks_per_node=tasks_per_node)
+        n_jobs_at_once = -(-self.n_concurrent // most)
+        tasks_per_node = -(-self.n_concurrent // n_jobs_at_once)
+        n_tasks = -(-self.n_tasks // tasks_per_node) * tasks_per_node
+        at_once = n_jobs_at_once * tasks_per_node
+        return replace(self, n_tasks=n_tasks, n_concurrent=at_once, tasks_per_node=tasks_per_node)
 
     def filling_nodes(self, most: int) -> Submission:
         """The same, with `most` tasks in each job if it has several: the GPUs of whole nodes are charged for anyway."""
@@ -254,10 +255,10 @@ def times(amounts: str, factor: int) -> str:
     """Amounts in sbatch's formats, such as "64G", or "gpu:a100:1,lscratch:50" of gres, each times `factor`."""
 
     def scaled(part: str) -> str:
-        found = re.fullmatch(r"(?s)(.*?)(\d+)([A-Za-z]*)", part) if part.rpartition(":")[2][:1].isdigit() else None
+        found = re.fullmatch(r"(?s)(.*:|)(\d+)([A-Za-z]*)", part)  # not the last number of a type, as of gpu:3g.20gb
         return f"{found[1]}{int(found[2]) * factor}{found[3]}" if found else f"{part}:{factor}"
 
-    return ",".join(scaled(part) for part in amounts.split(",") if part)
+    return re.sub(r"[^,;|]+", lambda part: scaled(part[0]), amounts)  # ; and | also separate licenses
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,6 +128,9 @@ def test_options_that_are_not_utf_8_are_refused_before_a_script_is_written(told,
         ("gpu", 4, "gpu:4"),
         ("gpu:a100", 4, "gpu:a100:4"),
         ("gpu:a100:1,lscratch:50G", 4, "gpu:a100:4,lscratch:200G"),
+        ("gpu:3g.20gb", 2, "gpu:3g.20gb:2"),  # a type of MIG, not 20 GB
+        ("gpu:3g.20gb:1", 2, "gpu:3g.20gb:2"),
+        ("matlab@db,fft:2|fft@db:3", 4, "matlab@db:4,fft:8|fft@db:12"),
     ],
 )
 def test_a_job_asks_for_as_much_for_each_of_its_tasks(amounts, factor, scaled):
@@ -142,7 +145,7 @@ def test_a_job_asks_for_as_much_for_each_of_its_tasks(amounts, factor, scaled):
             {"mem": "32G", "cpus_per_task": 3, "mem_per_cpu": "1G"},
         ),
         ({"gres": "none"}, {"exclusive": True}),
-        ({"gres": "gpumem:20"}, {"gres": "gpumem:80"}),
+        ({"gres": "gpumem:20", "licenses": "fft"}, {"gres": "gpumem:80", "licenses": "fft:4"}),
         ({"mem": False}, {}),
     ],
 )

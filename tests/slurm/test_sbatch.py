@@ -1,5 +1,6 @@
 """The scripts in sbatch/, submitted by hand on a real Slurm: the same runs, seen and treated like any other."""
 
+import contextlib
 import errno
 import functools
 import json
@@ -585,6 +586,15 @@ def test_a_task_outside_slurm_says_what_to_do_instead(project, slurmgpu):
 def test_a_task_that_is_not_alone_on_its_node_or_leaves_one_out_is_refused(project, slurmgpu, environment):
     done = slurmgpu("task", "run", cwd=project(4), expect=2, SLURM_JOB_ID="1", **environment)
     assert "expected once per node: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1" in done.stderr
+
+
+@pytest.mark.parametrize(("n_tasks", "is_refused"), [(4, False), (3, False), (8, True)])
+def test_tasks_on_cpus_share_a_job_by_hand_if_the_run_was_planned_so(monkeypatch, tmp_path, n_tasks, is_refused):
+    # Three, where the run has three shards: plan prints --ntasks-per-node=3.
+    run = planned_run(tmp_path / "run", resources={"gpus": 0, "tasks": 8, "tasks_per_node": 4})
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(n_tasks))
+    with pytest.raises(SlurmGPUError, match="started 8 times") if is_refused else contextlib.nullcontext():
+        assert manual_jobs.own_gpus(run) == 0
 
 
 @pytest.mark.parametrize(

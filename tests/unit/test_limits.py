@@ -198,6 +198,8 @@ def test_of_gpus_that_idle_on_whole_nodes_submit_and_its_dry_run_tell(asked, kno
         (submission(n_tasks=3), {"partition": WHOLE}, 3, 3),
         (submission(n_tasks=2), {"partition": WHOLE}, 2, 2),
         (submission(n_tasks=20, n_concurrent=2), {"partition": WHOLE}, 20, 2),
+        (submission(n_tasks=4, n_concurrent=3), {"partition": WHOLE}, 6, 3),  # three at once, on one node
+        (asking({"tasks_per_node": 4}, n_tasks=9, n_concurrent=8), {}, 12, 4),
         (submission(), {"partition": WHOLE, "gpus": (4, 8, 0)}, 8, 4),
         (submission(cpus_per_task=20), {"partition": WHOLE}, 9, 3),
         (submission(cpus_per_gpu="32"), {"partition": WHOLE}, 8, 2),
