@@ -141,7 +141,8 @@ def wait_until_held(folder, n_shards, n_tasks=1):
 def make_plan(**values):
     """A plan without a workload, of one shard of 40 items, or as its `values` say."""
     texts = dict.fromkeys(("input_digest", "workload", "search_path"), "")
-    tables = {name: {} for name in ("settings", "columns", "resources", "slurm", "merge", "provenance")}
+    tables = {name: {} for name in ("settings", "columns", "resources", "slurm", "merge")}
+    tables["provenance"] = {"run_file": ""}
     n_items = values.get("n_items", 40)
     tables["input"] = {"format": "jsonl", "files": [], "n_items": n_items, "stride": 1, "columns": None}
     tables["input"] |= {"ranges": None, "folders": [], "repacked": False}
