@@ -157,6 +157,11 @@ def test_runs_that_are_not_there_are_named_and_so_are_those_that_lack_rows(copie
     assert "have no rows. " in slurmgpu("export", copied, "-o", "-", expect=2).stderr
 
 
+def test_the_rows_of_a_sweep_take_formats_of_lines_only(folder):
+    with pytest.raises(SlurmGPUError, match="can be written as jsonl or csv, not as 'parquet'"):
+        export_sweep(folder, "parquet", io.BytesIO(), (), None)
+
+
 def test_the_rows_of_a_sweep_replace_no_input_of_its_runs(folder):
     items = folder.parent / "items.jsonl"
     before = items.read_bytes()
