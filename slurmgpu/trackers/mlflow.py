@@ -1,4 +1,7 @@
-"""MLflow: `--to mlflow:URI`, a server or a store such as sqlite:///mlflow.db; needs mlflow or mlflow-skinny."""
+"""MLflow: `--to mlflow:URI`, a server or a store such as sqlite:///mlflow.db.
+
+Needs mlflow or mlflow-skinny; the latter writes a database only beside SQLAlchemy and Alembic.
+"""
 
 from __future__ import annotations
 

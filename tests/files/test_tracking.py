@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -355,6 +357,12 @@ def test_the_numbers_of_the_reports_summary_go_to_the_run_as_a_whole(tmp_path, t
 )
 def test_every_name_has_one_that_mlflow_accepts(name, key):
     assert key_of(name) == key
+
+
+def test_the_extra_of_mlflow_brings_what_a_database_needs():
+    """mlflow-skinny knows no sqlite:///mlflow.db without SQLAlchemy and Alembic, and does not ask for them."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert re.search(r'^mlflow = \["mlflow-skinny>=[\d.]+", "sqlalchemy>=.*", "alembic>=.*"\]$', project, re.MULTILINE)
 
 
 def test_mlflow_gets_the_numbers_of_the_summary_unrounded(monkeypatch):
