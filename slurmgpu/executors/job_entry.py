@@ -17,7 +17,7 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import blaming
-from slurmgpu.run.heartbeats import beating, refuse_twin
+from slurmgpu.run.heartbeats import beating, may_live, refuse_twin
 from slurmgpu.run.liveness import is_orphaned, patience
 from slurmgpu.run.records import Attempt, Unread, node_name
 from slurmgpu.run.submissions import SubmissionLine, abroad
@@ -149,18 +149,21 @@ REQUEUE_PATIENCE_S = 25.0
 
 
 def _wait_for_job(run: Run, attempt: Attempt) -> None:
-    """Wait until the other tasks of this task's job have ended: a requeue would kill them."""
+    """Wait until the other tasks of this task's job have ended, or were killed: a requeue would kill them."""
     n = run.submission(attempt.submission).get("tasks_per_node", 1)
     first = attempt.task // n * n
-    others = [replace(attempt, task=first + rank).name for rank in range(n) if first + rank != attempt.task]
+    others = [replace(attempt, task=first + rank) for rank in range(n) if first + rank != attempt.task]
     deadline = time.monotonic() + REQUEUE_PATIENCE_S
-    while time.monotonic() < deadline and not all(_has_ended(run, name) for name in others):
+    while time.monotonic() < deadline and not all(_has_ended(run, other) for other in others):
         time.sleep(0.2)
 
 
-def _has_ended(run: Run, attempt: str) -> bool:
-    record = run.attempt(attempt)
-    return isinstance(record, Unread) or record["ended"] is not None  # one without a record has not begun
+def _has_ended(run: Run, attempt: Attempt) -> bool:
+    record = run.attempt(attempt.name)
+    if isinstance(record, Unread) or record["ended"] is not None:  # one without a record has not begun
+        return True
+    name = f"{attempt.task_name}.{attempt.restart}"
+    return not may_live(run.folder, name, attempt.job, patience(run.plan.lease_s))
 
 
 def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes: int) -> Attempt:

@@ -108,6 +108,12 @@ def refuse_twin(
         return  # as for a heartbeat that cannot be written
 
 
+def may_live(folder: Path, attempt: str, job: str, patience_s: float) -> bool:
+    """Whether a task on this node may be alive: it keeps a heartbeat, and its process is not known to be gone."""
+    task = Observer(folder, patience_s).look_at(_path(folder, attempt, job, 0).name)
+    return task is not None and task.lives is not False
+
+
 def _path(folder: Path, attempt: str, job: str, node: int) -> Path:
     cluster = os.environ.get("SLURM_CLUSTER_NAME")
     # Two clusters that share the disk may give the same job id. Jobs of the local executor have none.

@@ -21,6 +21,7 @@ from slurmgpu.run import heartbeats
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import ObservedTask, Observer, beating
+from slurmgpu.run.records import Attempt
 from slurmgpu.run.submissions import directory_id
 from slurmgpu.slurm import commands, queue
 from slurmgpu.util import shared_files
@@ -105,6 +106,25 @@ def test_a_task_that_waits_for_a_former_one_of_its_job_ends_when_it_is_asked_to(
         task()
     assert raised.value.code == 75
     assert (run.tasks / "7_0.0.alive").read_bytes() == before  # it did not wait until that is silent for a lease
+
+
+def test_a_requeue_waits_for_the_jobs_other_tasks_and_not_for_one_that_was_killed(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 60, n_tasks=3, job="7", executor="slurm")
+    run.record_submission({"submission": 1, "tasks_per_node": 3})
+    ours, other, killed = (Attempt("7", task, submission=1) for task in range(3))
+    beat(run, 1, **{**own_id(), "pid": 1 << 22})  # a process that is gone
+    (run.tasks / "7_0.0.alive").rename(run.tasks / "7_2.0.alive")
+    waits = []
+
+    def end(_):
+        waits.append(run.attempt(killed.name)["ended"])
+        path = run.tasks / f"{other.name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "ended": 1e9}))
+
+    while_waiting(monkeypatch, job_entry, end)
+    with beating(run.folder, "7_1.0", "7"):
+        job_entry._wait_for_job(run, ours)
+    assert waits == [None]
 
 
 def test_two_clusters_that_give_the_same_id_have_a_heartbeat_each(tmp_path, monkeypatch):
