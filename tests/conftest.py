@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from slurmgpu.code import imported_modules
-from slurmgpu.plan.site_file import OF_THE_SHELL
+from tests.cluster.cluster import INHERITED
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
 from tests.support import command_line, fsyncs, process_state
 from tests.support.images import apptainer, normal_user  # noqa: F401
@@ -36,16 +36,30 @@ def _signals():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _umask():
+    """Files have the modes that most shells give them: who may read or write a run depends on it."""
+    os.umask(0o022)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _fsyncs():
     fsyncs.skip_on_this_disk()
 
 
+OF_A_USER = {"SLURMGPU_PROFILE", "SLURMGPU_TRUST", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+"""Variables of a user's shell, beside sbatch's, that change what is submitted, or how it is shown."""
+OF_A_JOB = (*INHERITED, "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "RANK", "WORLD_SIZE")
+"""How the variables begin that Slurm or torchrun sets, where the tests are run in a job."""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_site_file(tmp_path_factory):
-    """A developer's own site file, and variables that stand for one, change no test."""
+    """A developer's own site file, and variables of a shell or a job, change no test."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in OF_THE_SHELL:
-            patch.delenv(name, raising=False)
+        for name in [name for name in os.environ if name in OF_A_USER or name.startswith(OF_A_JOB)]:
+            patch.delenv(name)
+        if not {"http_proxy", "HTTP_PROXY"}.isdisjoint(os.environ):  # which knows no server of a test's
+            patch.setenv("no_proxy", ",".join([*os.environ.get("no_proxy", "").split(), "localhost", "127.0.0.1"]))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
 
@@ -128,6 +142,7 @@ def _no_modules_of_others():
 def _plain_output(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")  # a terminal that a test makes can do more than a dumb one
 
 
 @pytest.fixture(autouse=True, scope="session")
