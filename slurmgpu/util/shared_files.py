@@ -193,7 +193,7 @@ def read_with_status(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTE
 
 
 def _read(path: os.PathLike[str] | str, max_bytes: int) -> tuple[bytes, os.stat_result]:
-    return _content(open(path, "rb", buffering=0, opener=_open), path, max_bytes)
+    return _content(os.fdopen(open_regular(path), "rb", buffering=0), path, max_bytes)
 
 
 def _content(
