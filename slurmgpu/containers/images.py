@@ -120,7 +120,7 @@ def _sandbox(path: Path) -> Identity:
 def _unreadable(path: Path, error: OSError, where: str = "") -> str:
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return f"the image {path} is not {where.strip() or 'there'}"
-    return f"the image {path} cannot be read{where}: {os.strerror(error.errno or 0)}"
+    return f"the image {path} cannot be read{where}: {error.strerror or os.strerror(error.errno or 0)}"
 
 
 def digests(path: Path, part: tuple[int, int]) -> dict[str, str]:

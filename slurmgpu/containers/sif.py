@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.shared_files import open_given
 
 HEADER = struct.Struct("<32s10s3s3s16s8q")
 DESCRIPTOR = struct.Struct("<i?3I7q128s384s")
@@ -54,7 +55,7 @@ class Sif:
 
 def read_sif(path: Path) -> Sif:
     """The header of the image at `path`; SlurmGPUError if it is no SIF, cut short, damaged or encrypted."""
-    with open(path, "rb") as file:
+    with open_given(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
         head = file.read(HEADER.size)

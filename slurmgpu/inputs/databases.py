@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -81,6 +82,8 @@ def repack_query(
         status = query.path.stat()
     except OSError as error:
         raise SlurmGPUError(f"The input's database {query.path} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise SlurmGPUError(f"The input's database {query.path} is not a regular file. Name the file of a database.")
     found = Preview(str(query.path), status.st_size, status.st_mtime_ns)
     sha256 = hash_file(query.path, lambda done: progress(done, status.st_size) if progress else None)
     path = folder / FOLDER / "00000.parquet"

@@ -114,6 +114,7 @@ def no_root(image):
     ("damage", "sentence"),
     [
         (lambda image: image.unlink(), "not there"),
+        (lambda image: (image.unlink(), os.mkfifo(image)), "cannot be read: it is a FIFO, not a file"),
         (lambda image: image.write_text("hello"), "is not a container image"),
         (lambda image: image.write_bytes(b""), "is not a container image"),
         (lambda image: cut(image, 100), "is not a container image"),

@@ -342,6 +342,7 @@ def test_the_rows_of_a_query_are_items_in_its_order(tmp_path: Path, kind: str) -
         ("sqlite:a.db?SELECT id FROM (SELECT id FROM docs ORDER BY id)", "has no ORDER BY"),
         ("sqlite:a.db?SELECT 'ORDER BY id' FROM docs -- ORDER BY id", "has no ORDER BY"),
         ("sqlite:none.db?SELECT id FROM docs ORDER BY id", "none.db cannot be read: No such file"),
+        ("sqlite:pipe.db?SELECT id FROM docs ORDER BY id", "pipe.db is not a regular file"),
         ("sqlite:a.db?SELECT absent FROM docs ORDER BY 1", "failed: no such column: absent"),
         ("sqlite:a.db?SELECT id, raw AS id FROM docs ORDER BY 1", "two columns named 'id'"),
         ("sqlite:a.db?SELECT id FROM docs WHERE id > 5 ORDER BY id", "gives no rows"),
@@ -362,6 +363,7 @@ def test_a_query_that_cannot_be_an_input_is_refused(tmp_path: Path, named: str, 
     (tmp_path / "text.db").write_text("nothing but text, and long enough to be looked at" * 100)
     if "a.duckdb" in named:
         duckdb.connect(str(tmp_path / "a.duckdb")).close()
+    os.mkfifo(tmp_path / "pipe.db")
     with pytest.raises(SlurmGPUError, match=words):
         plan_query(named, tmp_path)
 
