@@ -38,6 +38,7 @@ def test_every_argument_is_what_typer_makes_of_it():
 
 
 def test_a_path_that_may_not_be_read_is_refused_by_typer(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Typer puts its own there
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(SystemExit) as raised:
         app(["status", "/tmp"])
