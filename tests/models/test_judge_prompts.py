@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.interface.engine import Composed, EngineOptions, Place, Prompt, Question, Request, Sampling
@@ -118,7 +119,7 @@ def test_a_text_that_is_too_long_is_cut_where_it_is_said_and_the_row_counts_it(l
     assert "exceeds the context of 2048 tokens" in str(whole)
 
 
-def test_cut_prompts_are_counted_in_the_report_also_of_several_texts(llama, tmp_path, slurmgpu):
+def test_the_report_of_several_texts_has_cut_prompts_and_the_distribution_of_scores(llama, tmp_path, slurmgpu):
     items = [
         {"question": "1+1", "text": ["ab" * 2000, "so 2", "ab" * 1500]},
         {"question": "1+1", "text": ["2", "2", "2"]},
@@ -136,6 +137,10 @@ def test_cut_prompts_are_counted_in_the_report_also_of_several_texts(llama, tmp_
     slurmgpu("submit", "judge.toml", cwd=tmp_path, expect=0)
     summary = report(tmp_path)["summary"]
     assert summary["n_truncated"] == 2
+    with results.open(tmp_path / "run" / "merged.h5") as merged:
+        scores = np.concatenate(merged["score"][:])
+    assert summary["mean_score"] == pytest.approx(scores.mean())
+    assert summary["standard_deviation"] == pytest.approx(scores.std())
 
 
 # Answers of a given form.

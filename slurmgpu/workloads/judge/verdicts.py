@@ -44,17 +44,14 @@ def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bo
         summary |= win_rate(won, n, are_shares=shares)
         summary |= win_rate(won, n_parsed, "parsed_", are_shares=shares)
     else:
-        mean = ratio(_sum_of_scores(merged), n_parsed)
-        square = ratio(_sum_of_scores(merged, power=2), n_parsed)
-        deviation = None if mean is None or square is None else max(square - mean * mean, 0.0) ** 0.5
-        summary |= {"mean_score": mean, "standard_deviation": deviation}
+        summary |= _mean_and_deviation(_sum_of_scores(merged), _sum_of_scores(merged, power=2), n_parsed)
     if rubric.swap:
         summary |= _positions(merged, rubric)
     return summary | (_agreement(merged, rubric) if with_truth else {})
 
 
 def summarize_each(merged: Merged, rubric: Rubric, max_tokens: int) -> dict[str, Any]:
-    """Counts of the verdicts on all texts of items that have several, and their mean score."""
+    """Counts of the verdicts on all texts of items that have several, and the mean and deviation of their scores."""
     verdicts = Counter(flat(merged, "verdict"))
     del verdicts[None]  # texts without a row
     n_texts, n_unparsed = verdicts.total(), verdicts.pop("", 0)
@@ -64,7 +61,8 @@ def summarize_each(merged: Merged, rubric: Rubric, max_tokens: int) -> dict[str,
     how, ends = (filter(None, flat(merged, name)) for name in ("how", "finish_reason"))
     summary |= _counted(verdicts, how, ends, rubric, max_tokens)
     scores = np.fromiter(flat(merged, "score"), np.float64)
-    return summary | {"mean_score": ratio(float(np.nansum(scores)), int((~np.isnan(scores)).sum()))}
+    n_scored = int((~np.isnan(scores)).sum())
+    return summary | _mean_and_deviation(float(np.nansum(scores)), float(np.nansum(scores**2)), n_scored)
 
 
 def _unparsed(n_unparsed: int, n: int) -> dict[str, Any]:
@@ -89,6 +87,12 @@ def _counted(
         )
         found["hint"] = " ".join(filter(None, [found.get("hint"), hint]))
     return found
+
+
+def _mean_and_deviation(total: float, total_of_squares: float, n: int) -> dict[str, Any]:
+    mean, square = ratio(total, n), ratio(total_of_squares, n)
+    deviation = None if mean is None or square is None else max(square - mean * mean, 0.0) ** 0.5
+    return {"mean_score": mean, "standard_deviation": deviation}
 
 
 def _sum_of_scores(merged: Merged, power: int = 1) -> float:
