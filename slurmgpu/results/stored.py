@@ -87,7 +87,11 @@ def how_to_go_on(path: Path) -> str:
 
 
 def missing(path: Path) -> str:
-    """A message about a file that does not exist."""
+    """A message about a file, or a run, that does not exist."""
+    if path.suffix != ".h5":
+        return (
+            f"There is neither a run nor a file {path}. `slurmgpu list {shlex.quote(str(path.parent))}` shows the runs."
+        )
     said = f"There is no file {path}."
     if path.with_name("run.json").exists():
         run = shlex.quote(str(path.parent))

@@ -173,6 +173,8 @@ def test_a_damaged_file_is_refused_and_a_missing_one_too(tmp_path, one):
         package.compare(one, tmp_path / "a.h5")
     with pytest.raises(SlurmGPUError, match=r"^There is no file .*/b\.h5\.$"):
         package.compare(one, tmp_path / "b.h5")
+    with pytest.raises(SlurmGPUError, match=rf"neither a run nor a file .*/nope\. `slurmgpu list {tmp_path}` shows"):
+        package.compare(one, tmp_path / "nope")
 
 
 @pytest.mark.parametrize(
