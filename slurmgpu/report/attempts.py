@@ -9,7 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar, cast
 
 from slurmgpu.report.ledger import Charged, last_sign, spent_unrecorded
@@ -132,13 +132,20 @@ def rows_of(
     may_live: bool = False,
 ) -> list[AttemptRow]:
     """The same from records already read; `left_out` says why others are missing."""
-    cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
+    lines = run.submissions()
+    cancelled = {line["submission"] for line in lines if line.get("cancelled")}
+    per_node = {line["submission"]: line.get("tasks_per_node", 1) for line in lines}
+    jobs: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        jobs.setdefault(_job_of(record, per_node), []).append(record)
     lost_leases = leases_lost(records)
     rows = []
     for record in records:
         name = record["attempt"]
         _, at, cluster = name.partition("@")
         accounted = _accounted(accounting, f"{record['job']}_{record['task']}{at}{cluster}", record["restart"])
+        if accounted is not None and len(mates := jobs[_job_of(record, per_node)]) > 1:
+            accounted = _not_of_others(accounted, [mate for mate in mates if mate is not record])
         verdict = verdict_of(
             record,
             cancelled=record["submission"] in cancelled,
@@ -233,6 +240,22 @@ def _numbers(name: str) -> list[tuple[int, str]]:
 def _accounted(accounting: Accounting | None, task: str, restart: int) -> Accounted | None:
     of_task = (accounting or {}).get(task, ())
     return of_task[restart] if restart < len(of_task) else None
+
+
+def _job_of(record: Record, per_node: Mapping[int, int]) -> tuple[Any, ...]:
+    """What attempts have in common that shared a job."""
+    _, at, cluster = record["attempt"].partition("@")
+    index = record["task"] // per_node.get(record["submission"], 1)
+    return record["submission"], record["job"], index, record["restart"], at, cluster
+
+
+def _not_of_others(accounted: Accounted, others: Sequence[Record]) -> Accounted:
+    """What Slurm says of a job, for one of its tasks: without a failure that others of them recorded as their own."""
+    policy = POLICIES.get(accounted.failure or "")
+    known = {kind for other in others for kind in (other["failure"], *(death["class"] for death in other["deaths"]))}
+    if policy is None or policy.is_stop or policy.node_at_fault or accounted.failure not in known:
+        return accounted
+    return replace(accounted, failure="lost")
 
 
 def _attempt(record: Record, accounted: Accounted | None, failure: str | None, message: str) -> AttemptRow:

@@ -248,6 +248,26 @@ def test_whoever_stopped_an_attempt_is_not_told_by_when_that_was(run, own, reaso
     assert (TOO_LARGE in row["message"]) == (expected == "timeout" and bool(advice))
 
 
+@pytest.mark.parametrize(
+    ("slurms", "others", "per_node", "expected"),
+    [
+        ("host_oom", {"deaths": [{"class": "host_oom", "message": "", "at": BEGIN}]}, 2, "lost"),
+        ("crash", {"failure": "crash"}, 2, "lost"),
+        ("host_oom", {}, 2, "host_oom"),  # whoever's it was, more memory is needed
+        ("crash", {"failure": "crash"}, 1, "crash"),  # each has its own job
+        ("node_fail", {"failure": "node_fail"}, 2, "node_fail"),  # the node of both
+        ("timeout", {"failure": "timeout"}, 2, "timeout"),
+    ],
+)
+def test_a_killed_task_is_not_blamed_for_what_slurm_says_of_another_of_its_job(run, slurms, others, per_node, expected):
+    run.record_submission({"submission": 1, "tasks_per_node": per_node})
+    change(run, "4711_0.0", state="running", ended=None, failure=None, message="")
+    change(run, "4711_1.0", state="ended", ended=BEGIN + 600, **{"failure": None, "deaths": [], **others})
+    told = Accounted("FAILED", slurms, True, 600, 1, "gpu000")
+    rows = {row["attempt"]: row for row in attempts_of(run, {f"4711_{task}": [told] for task in range(4)})}
+    assert (rows["4711_0.0"]["failure"], rows["4711_0.0"]["slurm_state"]) == (expected, "FAILED")
+
+
 def test_what_a_task_published_between_its_last_word_and_its_death_is_its_own(run):
     before = reported(run, errors=())
     [dead] = [record for record in run.attempts() if record["attempt"] == "4711_1.0"]
