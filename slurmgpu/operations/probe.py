@@ -137,7 +137,8 @@ def draft_part(draft: Draft, ranges: Sequence[tuple[int, int]]) -> Draft:
     # copy2 keeps the modification time, by which tasks recognise an input that slurmgpu made.
     files = [_copied(file, copies / file.name) for file in draft.items.files]
     n_gpus = allocate(draft.resources, n_shards=None).gpus_per_task
-    resources = {**plan.resources, "gpus": n_gpus, "array": False, "gpus_per_task": None, "tasks": 1}
+    resources = {**plan.resources, "gpus": n_gpus, "array": False, "tasks": 1}
+    resources |= {"gpus_per_task": None, "tasks_per_node": None}
     small = replace(
         plan,
         name=target.name,

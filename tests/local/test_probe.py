@@ -10,6 +10,7 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.inputs import InputSpec, Reader, scan
 from slurmgpu.operations import probe
 from slurmgpu.operations.probe import draft_probe, spread
@@ -339,7 +340,7 @@ def test_ctrl_c_at_the_question_queues_nothing_and_says_so(project):
 
 def test_a_probe_is_one_task_and_tells_nobody_of_its_end(project):
     mail, tells = {"mail-type": "END", "mem": "1G"}, {"on_end": "true", "auto_resubmit": 2, "html": True}
-    resources = {"executor": "slurm", "gpus": 8, "array": True, "gpus_per_task": 2}
+    resources = {"executor": "slurm", "gpus": 8, "array": True, "gpus_per_task": 2, "tasks_per_node": 4}
     folder = project(100, **tells, slurm=mail, merge=mail, track={"to": ["mlflow:runs"]}, resources=resources)
     with draft_run(folder / "slurmgpu.toml", {}) as draft:
         whole = replace(draft.plan, summarizes=True)
@@ -350,6 +351,7 @@ def test_a_probe_is_one_task_and_tells_nobody_of_its_end(project):
     assert dict(plan.slurm) == dict(plan.merge) == {"mem": "1G"}
     assert (small.resources.gpus, small.resources.array, small.resources.tasks) == (2, False, 1)
     assert {key: plan.resources[key] for key in ("gpus", "array", "tasks")} == {"gpus": 2, "array": False, "tasks": 1}
+    assert (first := first_submission(plan.resources, plan.n_shards)).n_tasks == first.tasks_per_node == 1
 
 
 # On Slurm
