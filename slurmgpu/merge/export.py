@@ -34,7 +34,7 @@ from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.results.views import ArrayData, without_value
 from slurmgpu.run import owners
-from slurmgpu.run.directory import Run
+from slurmgpu.run.directory import FOLDERS, Run
 from slurmgpu.shards.columns import stored_columns
 from slurmgpu.shards.numbers import as_lists
 from slurmgpu.util.atomic_files import beside, fsync_dir, whole_file, write_json
@@ -49,6 +49,7 @@ from slurmgpu.util.shared_files import (
     retried,
     status_of,
 )
+from slurmgpu.util.users import resolved
 
 log = logging.getLogger(__name__)
 
@@ -114,13 +115,14 @@ def export(
 
     Raises SlurmGPUError if a byte differs. `columns` limits the columns, `where` the rows to those for which the
     condition is true. With `with_items`, or columns such as `item.text`, rows of a run include the data of their items.
-    If `output` is a path, the export restarts after a transient failure. A file of the run's input is not replaced.
+    If `output` is a path, the export restarts after a transient failure. Files of the run and of its input are not
+    replaced.
     """
     chosen = Choice(columns, where, with_items)
     if isinstance(output, Path):
         path = output
         if isinstance(source, Run):
-            refuse_input(source, path)
+            refuse_output(source, path)
         return retried(lambda: cause_raised(lambda: _export(source, format, path, chosen)), BRIEF_PATIENCE_S)
     with _opened(source) as rows:
         if format in FORMATS and format not in (*LINE_FORMATS, *_own_formats(rows)):
@@ -133,10 +135,21 @@ def export(
         return exported
 
 
-def refuse_input(run: Run, output: Path) -> None:
-    """Raise SlurmGPUError if an export to `output` would replace a file of the run's input."""
+OWN_FILES = {
+    *("run.json", "submissions.jsonl", "input.idx", "recompute.json"),
+    *("merged.h5", "merged.damaged.h5", "report.json", "report.html"),
+}
+"""The names of what a run writes into its directory, beside folders."""
+
+
+def refuse_output(run: Run, output: Path) -> None:
+    """Raise SlurmGPUError if an export to `output` would replace a file of the run, or of its input."""
     if (there := status_of(output)) is None:
         return
+    with contextlib.suppress(ValueError):
+        first, *rest = resolved(output).relative_to(resolved(run.folder)).parts or (".",)
+        if (rest and first in (*FOLDERS, "code")) or first in OWN_FILES:
+            raise SlurmGPUError(f"{output} is a file of the run itself, and would be replaced. Name another file.")
     for file in (*run.input["files"], *run.plan.named_files):
         path = Path(file["path"])
         is_like = path.name == output.name or (file["size_bytes"], file["mtime_ns"]) == (

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, fields_among, refuse_bare_fields, refuse_unknown_fields
-from slurmgpu.merge.export import LINE_FORMATS, Exported, refuse_input
+from slurmgpu.merge.export import LINE_FORMATS, Exported, refuse_output
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
@@ -65,7 +65,7 @@ def export_sweep(
     path = output
     for name in listed_runs(folder) if exists(path) else ():
         if was_submitted(folder / name):
-            refuse_input(Run.open(folder / name), path)
+            refuse_output(Run.open(folder / name), path)
 
     def write() -> SweepExported:
         with whole_file(path) as file:

@@ -326,6 +326,20 @@ def test_a_run_without_rows_leads_to_the_command_that_says_why(tmp_path):
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["run.json", "submissions.jsonl", "report.json", "tasks/local1_0.0.json", "../link"])
+def test_an_export_replaces_no_file_of_its_run(tmp_path, name):
+    run = published_run(tmp_path / "run", {"n": Array("int64")}, [{"n": 1}])
+    own = run.folder / name
+    if not own.exists():
+        own.symlink_to(run.folder / "run.json") if "link" in name else own.write_text("{}")
+    before = own.read_bytes()
+    with pytest.raises(SlurmGPUError, match="is a file of the run itself, and would be replaced"):
+        export(run, "jsonl", own)
+    assert own.read_bytes() == before
+    (run.folder / "rows.jsonl").write_text("of an earlier export")
+    assert export(run, "jsonl", run.folder / "rows.jsonl").n_rows == 1
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 def test_an_export_replaces_no_input_of_its_run_by_no_name(tmp_path, suffix):
     items, content = tmp_path / f"items.{suffix}", b'{"n": 1}\n{"n": 2}\n'
