@@ -79,6 +79,13 @@ def share_nodes(asked: Submission, known: facts.Facts) -> tuple[Submission, list
     if asked.shares_gpus or asked.nodes_per_task > 1 or asked.tasks_per_node > 1:
         return asked, []
     wanted = parse_resources(asked.resources).tasks_per_node
+    if "gpu_bind" in asked.sbatch_options:  # each task would see GPUs of others
+        if wanted in (None, 1):
+            return asked, []
+        raise SlurmGPUError(
+            f"tasks_per_node = {wanted} and gpu_bind = {asked.slurm['gpu_bind']!r} under [slurm]: each task takes its "
+            f"own GPUs of those that its job has, and could not tell which are its own. Remove gpu_bind."
+        )
     if wanted is not None:
         return asked.sharing_nodes(wanted), []
     shared = asked.filling_nodes(nodes.tasks_of_whole_nodes(asked, known))

@@ -173,7 +173,7 @@ def test_of_what_is_above_a_limit_it_is_said_what_will_happen(asked, known, name
         (submission(n_tasks=1), {"partition": WHOLE, "gpus": (4, 8, 0)}, "its 4 GPUs are held"),
         (submission(gpus=6), {"partition": WHOLE, "gpus": (4, 8)}, "its 8 GPUs are held"),
         (submission(gpus=3), {"partition": WHOLE}, "More tasks do not fit there"),
-        (submission(n_tasks=1, exclusive=True), {}, "a task with gpus_per_task = 4"),
+        (submission(n_tasks=1, exclusive=True), {}, "exclusive = true under [slurm] gives each job a whole node"),
         (asking({"tasks_per_node": 1}), {"partition": WHOLE}, "To use all, set tasks_per_node = 4."),
         (submission(gpus=4), {"partition": WHOLE}, None),
         (submission(gpus=0), {"partition": WHOLE}, None),
@@ -209,6 +209,7 @@ def test_of_gpus_that_idle_on_whole_nodes_submit_and_its_dry_run_tell(asked, kno
         (submission(mem="0"), {"partition": WHOLE}, 8, 4),
         (submission(mem="2T"), {"partition": WHOLE}, 8, 1),
         (submission(gres="shard:1"), {"partition": WHOLE}, 8, 1),
+        (submission(gpu_bind="closest"), {"partition": WHOLE}, 8, 1),
         (submission(gpus=0), {"partition": WHOLE}, 8, 1),
         (asking({"tasks_per_node": 1}), {"partition": WHOLE}, 8, 1),
         (asking({"tasks_per_node": 2}), {"partition": WHOLE}, 8, 2),
@@ -224,6 +225,11 @@ def test_tasks_share_the_nodes_that_slurm_gives_whole(asked, known, n_tasks, per
     assert shared.n_concurrent == min(asked.n_concurrent, n_tasks) or shared.n_concurrent == n_tasks
     assert any("whole node here" in note for note in notes) == (per_node > 1 and not asked.resources)
     assert respect_limits(shared, cluster_of(**known))[0] == shared  # a dry run fits it, and so does submit
+
+
+def test_tasks_that_see_gpus_of_others_share_no_node():
+    with pytest.raises(SlurmGPUError, match=r"gpu_bind = 'closest' under \[slurm\].* Remove gpu_bind"):
+        respect_limits(asking({"tasks_per_node": 2}, gpu_bind="closest"), cluster_of())
 
 
 def test_limits_count_jobs_not_the_tasks_in_them():
