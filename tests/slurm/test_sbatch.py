@@ -584,7 +584,9 @@ def test_a_task_outside_slurm_says_what_to_do_instead(project, slurmgpu):
     ids=["four on one node", "two nodes without srun"],
 )
 def test_a_task_that_is_not_alone_on_its_node_or_leaves_one_out_is_refused(project, slurmgpu, environment):
-    done = slurmgpu("task", "run", cwd=project(4), expect=2, SLURM_JOB_ID="1", **environment)
+    folder = project(4)
+    slurmgpu("plan", cwd=folder, expect=0, PATH="/nowhere")
+    done = slurmgpu("task", "run", cwd=folder, expect=2, SLURM_JOB_ID="1", **environment)
     assert "expected once per node: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1" in done.stderr
 
 
@@ -628,10 +630,11 @@ def test_the_gpus_of_a_task_are_those_that_slurm_gave(monkeypatch, tmp_path, env
 )
 def test_a_task_that_shares_a_node_sees_its_own_gpus_only(monkeypatch, visible, n_gpus, own):
     monkeypatch.setenv("SLURM_LOCALID", "2")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):  # set first, so that they are put back
+        monkeypatch.setenv(name, visible or "")
+        monkeypatch.delenv(name)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(32))
     take_share(n_gpus, 4, "one")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == own
