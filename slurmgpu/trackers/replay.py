@@ -209,7 +209,8 @@ class Replay:
         key = destination, item
         last, n_sent = self._sent.get(key, (None, 0))
         has_news = last is None or next(self.points.steps(item, last, final=final), None) is not None
-        if not has_news and not (final and key in self._closed_early):
+        # At the end also one without news: it has to be finished before it makes room for others.
+        if not has_news and not (final and (key in self._open or key in self._closed_early)):
             return
         opened = self._opened(destination, item)
         for step, values, time in self.points.steps(item, opened.last, final=final):

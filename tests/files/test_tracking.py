@@ -332,6 +332,19 @@ def test_a_run_that_made_room_for_others_gets_all_its_steps_and_its_end(tmp_path
     assert (sent.n_runs, sent.n_steps) == (4, 5)
 
 
+def test_a_run_without_news_is_finished_before_it_makes_room_for_one_that_begins_last(tmp_path, tracker, monkeypatch):
+    monkeypatch.setattr("slurmgpu.trackers.replay.MOST_OPEN", 2)
+    run, names = unstarted_run(tmp_path), [f"run/{item:05d}" for item in range(3)]
+    replay, writer = Replay(run, [KEPT]), attempt(run, "a")
+    record = {**new_record(Attempt("a", 0, submission=1), "n1", 1, [], 1.0), "ended": 2.0}  # so nothing is held back
+    write_bytes(run.tasks / f"{record['attempt']}.json", json.dumps(record).encode())
+    for items, final in (([0, 1], False), ([2], True)):
+        writer.write([(1.0, item, 0, {"loss": 1}) for item in items])
+        replay.look(final=final)
+    replay.close(finished=True)
+    assert tracker.closed == [(name, True) for name in names]
+
+
 def test_the_numbers_of_the_reports_summary_go_to_the_run_as_a_whole(tmp_path, tracker):
     run = published_run(tmp_path / "run", {"n": Array("int64")}, [{"n": 1}, "it failed", {"n": 3}])
     summary = {"accuracy": 0.5, "is": True, "by": {"cat": {"n": 3, "as": "a"}}}
