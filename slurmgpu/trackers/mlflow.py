@@ -87,4 +87,4 @@ class MLflow(Tracker):
 def key_of(name: str) -> str:
     """A name that MLflow accepts: of some characters, not too long, and one that could be the path of a file."""
     parts = (part if part.strip(".") else f"_{part}" for part in re.sub(r"[^\w.\-/ :]", "_", name).split("/"))
-    return "/".join(parts)[:MOST_OF_KEY]
+    return re.sub(r"/\.*$", "", "/".join(parts)[:MOST_OF_KEY])

@@ -366,6 +366,8 @@ def test_the_numbers_of_the_reports_summary_go_to_the_run_as_a_whole(tmp_path, t
         ("a//b/", "a/_/b/_"),
         ("../a/./...", "_../a/_./_..."),
         ("a" * 300, "a" * 250),
+        (f"{'a' * 249}/b", "a" * 249),
+        (f"{'a' * 247}/..b", "a" * 247),
     ],
 )
 def test_every_name_has_one_that_mlflow_accepts(name, key):
