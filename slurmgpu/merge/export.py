@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,11 +136,12 @@ def export(
         return exported
 
 
-OWN_FILES = {
-    *("run.json", "submissions.jsonl", "input.idx", "recompute.json"),
-    *("merged.h5", "merged.damaged.h5", "report.json", "report.html"),
-}
-"""The names of what a run writes into its directory, beside folders."""
+OWN_FOLDERS = (*FOLDERS, "code", "input", "parts", "checkpoints", "injected")
+OWN_FILES = re.compile(
+    r"(run|private|recompute|report)\.json|(sweep|items|submissions)\.jsonl|input\.(idx|files)|report\.html"
+    r"|merged(\.damaged)?\.h5|function(\.[0-9a-f]{16})?\.(pkl|py)|\..*"
+)
+"""What a run has in its directory, beside folders: docs/reference/files.md has the list."""
 
 
 def refuse_output(run: Run, output: Path) -> None:
@@ -148,7 +150,7 @@ def refuse_output(run: Run, output: Path) -> None:
         return
     with contextlib.suppress(ValueError):
         first, *rest = resolved(output).relative_to(resolved(run.folder)).parts or (".",)
-        if (rest and first in (*FOLDERS, "code")) or first in OWN_FILES:
+        if (rest and first in OWN_FOLDERS) or OWN_FILES.fullmatch(first):
             raise SlurmGPUError(f"{output} is a file of the run itself, and would be replaced. Name another file.")
     for file in (*run.input["files"], *run.plan.named_files):
         path = Path(file["path"])

@@ -6,8 +6,10 @@ import gzip
 import io
 import json
 import os
+import re
 import sys
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -338,6 +340,20 @@ def test_an_export_replaces_no_file_of_its_run(tmp_path, name):
     assert own.read_bytes() == before
     (run.folder / "rows.jsonl").write_text("of an earlier export")
     assert export(run, "jsonl", run.folder / "rows.jsonl").n_rows == 1
+
+
+def test_an_export_replaces_no_file_that_the_reference_lists(tmp_path):
+    run = planned_run(tmp_path / "run")
+    page = (Path(__file__).parents[2] / "docs/reference/files.md").read_text()
+    cells = re.findall(r"^\| (`[^|]*) \|", page.partition("## The directory")[2].partition("\n## ")[0], re.M)
+    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert {"private.json", "function.SHA256.pkl", "checkpoints/NNNNN/", ".planned"} <= {*names}
+    for name in names:
+        own = run.folder / name.replace("SHA256", 16 * "a") / ("x" if name.endswith("/") else "")
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.touch()
+        with pytest.raises(SlurmGPUError, match="is a file of the run itself, and would be replaced"):
+            export(run, "jsonl", own)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
