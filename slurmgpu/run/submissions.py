@@ -255,7 +255,8 @@ def times(amounts: str, factor: int) -> str:
     """Amounts in sbatch's formats, such as "64G", or "gpu:a100:1,lscratch:50" of gres, each times `factor`."""
 
     def scaled(part: str) -> str:
-        found = re.fullmatch(r"(?s)(.*:|)(\d+)([A-Za-z]*)", part)  # not the last number of a type, as of gpu:3g.20gb
+        # Not a number of a type, as of gpu:3g.20gb or gpu:2080ti.
+        found = re.fullmatch(r"(?s)(.*:|)(\d+)([KMGTP]?B?)", part, re.IGNORECASE)
         return f"{found[1]}{int(found[2]) * factor}{found[3]}" if found else f"{part}:{factor}"
 
     return re.sub(r"[^,;|]+", lambda part: scaled(part[0]), amounts)  # ; and | also separate licenses

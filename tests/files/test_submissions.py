@@ -130,6 +130,7 @@ def test_options_that_are_not_utf_8_are_refused_before_a_script_is_written(told,
         ("gpu:a100:1,lscratch:50G", 4, "gpu:a100:4,lscratch:200G"),
         ("gpu:3g.20gb", 2, "gpu:3g.20gb:2"),  # a type of MIG, not 20 GB
         ("gpu:3g.20gb:1", 2, "gpu:3g.20gb:2"),
+        ("gpu:2080ti", 2, "gpu:2080ti:2"),
         ("matlab@db,fft:2|fft@db:3", 4, "matlab@db:4,fft:8|fft@db:12"),
     ],
 )
