@@ -61,9 +61,9 @@ def idle_gpus(submission: Submission, facts: Facts) -> list[str]:
         name = row["PartitionName"]
         fitting = [there for there in gpus_of_nodes(submission, facts, name) if there >= per_node]
         if are_given_whole(submission, row) and fitting and per_node < (least := min(fitting)):
-            who = f"The partition {name}" if whole_nodes(row) else "exclusive = true under [slurm]"
+            giver = f"The partition {name}" if whole_nodes(row) else "exclusive = true under [slurm]"
             return [
-                f"{who} gives each job a whole node: its {least} GPUs are held, and charged for, and the job computes "
+                f"{giver} gives each job a whole node: its {least} GPUs are held, and charged for, and the job computes "
                 f"on {per_node}. {_more_gpus(submission, least)}"
             ]
     return []
@@ -74,7 +74,7 @@ def _more_gpus(submission: Submission, least: int) -> str:
     per_task = submission.gpus_per_task
     if submission.nodes_per_task == 1 and submission.n_tasks == submission.tasks_per_node:
         return f"To use all, ask for them: --gpus {least} --array, or a task with gpus_per_task = {least}."
-    if submission.resources.get("tasks_per_node"):
+    if submission.resources.get("tasks_per_node") and least // per_task > submission.tasks_per_node:
         return f"To use all, set tasks_per_node = {least // per_task}."
     return "More tasks do not fit there: ask for fewer CPUs or less memory for each, or for more GPUs."
 
