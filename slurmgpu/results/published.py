@@ -95,9 +95,8 @@ class RunRows:
 
     A shard without a later revision is read from merged.h5 if that has it, other shards from their newest file. If this
     is damaged, or older than merged.h5, its rows there are read, or an older revision; `problems` names the damaged
-    files. SlurmGPUError
-    if merged.h5 is damaged; with `verify` all of its bytes are verified at once, else those of each block before it is
-    returned.
+    files. SlurmGPUError if merged.h5 is damaged; with `verify` all of its bytes are verified at once, else those of
+    each block before it is returned.
     """
 
     run: Run

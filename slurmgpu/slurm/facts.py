@@ -38,9 +38,8 @@ class Facts:
     """A cluster's limits in Slurm's own terms; if a command did not answer, its part is empty, and a note says so.
 
     `partitions` are by name, and so are `gpus`, for each node of a partition its GPUs by type, and `sizes`, in the same
-    order the node's CPUs and its memory in MB. `associations` are this
-    user's with the account, those of the account, and those of the accounts above it; they and `qos` are empty if they
-    are not enforced.
+    order the node's CPUs and its memory in MB. `associations` are this user's with the account, those of the account,
+    and those of the accounts above it; they and `qos` are empty if they are not enforced.
     """
 
     user: str = field(default_factory=own_name)

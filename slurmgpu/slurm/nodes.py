@@ -61,9 +61,9 @@ def idle_gpus(submission: Submission, facts: Facts) -> list[str]:
         name = row["PartitionName"]
         fitting = [there for there in gpus_of_nodes(submission, facts, name) if there >= per_node]
         if are_given_whole(submission, row) and fitting and per_node < (least := min(fitting)):
-            giver = f"The partition {name}" if whole_nodes(row) else "exclusive = true under [slurm]"
+            what = f"The partition {name}" if whole_nodes(row) else "exclusive = true under [slurm]"
             return [
-                f"{giver} gives each job a whole node: its {least} GPUs are held, and charged for, and the job computes "
+                f"{what} gives each job a whole node: its {least} GPUs are held, and charged for, and the job computes "
                 f"on {per_node}. {_more_gpus(submission, least)}"
             ]
     return []
