@@ -104,6 +104,7 @@ def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array
         owners.refuse_foreign(run, "compute it", [run.folder / "submissions.jsonl"])
         own = own_job(own_array=own_array)
         n_gpus = manual_jobs.own_gpus(run)
+        run.make_folders()  # a purge may have removed tasks/ and logs/, which were empty
         refuse_twin(folder, *_named(own), patience(run.plan.lease_s), _end_if_asked)
         with _beating(run.folder, own), manual_jobs.log_beside(run, own.job_id):
             given = manual_jobs.join(run, own, n_gpus, device, _end_if_asked)

@@ -187,6 +187,7 @@ def merge_when_over(run: Run) -> Report:
 
     owners.refuse_unwritable(run, "merge it", merges=True)
     own_job = os.environ.get("SLURM_JOB_ID", "")
+    run.make_folders()
     with heeded(), manual_jobs.log_beside(run, own_job) if own_job else contextlib.nullcontext():
         if own_job:
             _record_merge_job(run, own_job)

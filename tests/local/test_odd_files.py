@@ -22,6 +22,8 @@ import slurmgpu.executors.submission
 import slurmgpu.merge.export
 import slurmgpu.page.page  # noqa: F401  (imported once, and not in each fork)
 from slurmgpu.cli import main
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import submission
 from slurmgpu.run.directory import FOLDERS, Run
 from tests.support.nightly import by_night
 from tests.support.runs import make_project
@@ -216,3 +218,24 @@ def test_a_run_whose_submissions_are_lost_while_it_computes_ends_as_it_is(projec
     )
     assert (done.returncode, done.stderr.count("error:")) == (0, 0), done.stderr
     assert "8 of 8 rows, 0 of them failed" in done.stdout
+
+
+def test_jobs_by_hand_make_the_folders_again_that_a_purge_has_removed_while_they_were_queued(
+    project, slurmgpu, monkeypatch
+):
+    folder, job = project(8), {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "4e9"}
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    for name in FOLDERS:
+        shutil.rmtree(folder / "run" / name)
+    slurmgpu("task", "run", cwd=folder, expect=0, **job)
+    assert (folder / "run" / "logs" / "7_0_0_log.err").exists()
+    shutil.rmtree(folder / "run" / "logs")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr(submission, "_record_merge_job", raise_stopped)
+    with pytest.raises(SlurmGPUError, match="stopped"):
+        submission.merge_when_over(Run.open(folder / "run"))
+    assert (folder / "run" / "logs" / "8_0_log.err").exists()
+
+
+def raise_stopped(*_):
+    raise SlurmGPUError("stopped")
