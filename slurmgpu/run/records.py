@@ -19,11 +19,11 @@ from slurmgpu.util.env_info import Surroundings
 class Attempt:
     """One life of a task, and what it was given.
 
-    `job` is the array job's id, `task` its index in the array, `restart` how often Slurm has requeued it. `end_time` is
-    when the allocation ends, in seconds since the epoch by this node's clock; `memory_mb` the job's host memory on this
-    node, if known. The task has `n_nodes` nodes with `n_gpus` GPUs each; `nodes` are their names, if it has several and
-    they are known. `cluster` is the cluster that gave the job its id, "" without one; `abroad` is its name if the run
-    was queued on another cluster first, which may give the same id.
+    `job` is the array job's id, `task` its number among the tasks of the array, `restart` how often Slurm has requeued
+    it. `end_time` is when the allocation ends, in seconds since the epoch by this node's clock; `memory_mb` the task's
+    host memory on this node, if known. The task has `n_nodes` nodes with `n_gpus` GPUs each; `nodes` are their names,
+    if it has several and they are known. `cluster` is the cluster that gave the job its id, "" without one; `abroad` is
+    its name if the run was queued on another cluster first, which may give the same id.
     """
 
     job: str
