@@ -116,14 +116,18 @@ def export(
 
     Raises SlurmGPUError if a byte differs. `columns` limits the columns, `where` the rows to those for which the
     condition is true. With `with_items`, or columns such as `item.text`, rows of a run include the data of their items.
-    If `output` is a path, the export restarts after a transient failure. Files of the run and of its input are not
-    replaced.
+    If `output` is a path, the export restarts after a transient failure. The merged file, and the files of a run and of
+    its input, are not replaced.
     """
     chosen = Choice(columns, where, with_items)
     if isinstance(output, Path):
         path = output
         if isinstance(source, Run):
             refuse_output(source, path)
+        elif (own := status_of(source)) and (there := status_of(path)) and os.path.samestat(own, there):
+            raise SlurmGPUError(
+                f"{path} is the file whose rows are exported, and would be replaced. Name another file."
+            )
         return retried(lambda: cause_raised(lambda: _export(source, format, path, chosen)), BRIEF_PATIENCE_S)
     with _opened(source) as rows:
         if format in FORMATS and format not in (*LINE_FORMATS, *_own_formats(rows)):

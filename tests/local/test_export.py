@@ -356,6 +356,15 @@ def test_an_export_replaces_no_file_that_the_reference_lists(tmp_path):
             export(run, "jsonl", own)
 
 
+@pytest.mark.parametrize("name", ["rows.h5", "link.h5"])
+def test_an_export_does_not_replace_the_file_whose_rows_it_writes(merged, tmp_path, name):
+    merged.rename(tmp_path / "rows.h5")
+    (tmp_path / "link.h5").symlink_to("rows.h5")
+    with pytest.raises(SlurmGPUError, match="is the file whose rows are exported, and would be replaced"):
+        export(tmp_path / "rows.h5", "csv", tmp_path / name)
+    assert export(tmp_path / "rows.h5", "csv", tmp_path / "rows.csv").n_rows
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 def test_an_export_replaces_no_input_of_its_run_by_no_name(tmp_path, suffix):
     items, content = tmp_path / f"items.{suffix}", b'{"n": 1}\n{"n": 2}\n'
