@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from slurmgpu.report.attempts import AttemptRow, attempts_of, of_last_submission
 from slurmgpu.report.report_file import bad_nodes
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.run.submissions import SubmissionLine
+from slurmgpu.run.submissions import SubmissionLine, megabytes_of
 from slurmgpu.slurm.accounting import accounting_of
 from slurmgpu.slurm.limits import MEMORY_OPTIONS
 
@@ -71,17 +70,16 @@ def _with_more_memory(
         options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
     for name in sorted(MEMORY_OPTIONS):
         if options.get(name, False) is not False:
-            match = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", str(options[name]))
-            if match is None:
+            megabytes = megabytes_of(str(options[name]))
+            if megabytes is None:
                 note = (
                     f"Memory ran out, but {name} = {options[name]!r} cannot be parsed; raise it with --slurm {name}=…"
                 )
                 return dict(options), note
-            if not int(match[1]):
+            if not megabytes:
                 note = f"Memory ran out, and {name} = {options[name]} is all memory of a node: ask for larger nodes."
                 return dict(options), note
             # In whole megabytes: 1.5 times 1G is no whole number of G.
-            megabytes = int(match[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(match[2].upper(), 1)
             more = f"{int(megabytes * MEMORY_FACTOR)}M"
             return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."
     if not had:

@@ -211,10 +211,8 @@ class Submission:
 
     def filling_nodes(self, most: int) -> Submission:
         """The same, with `most` tasks in each job if it has several: the GPUs of whole nodes are charged for anyway."""
-        if self.n_tasks <= most or self.n_concurrent < most:
-            return self.sharing_nodes(most)
-        n_tasks, n_at_once = (-(-n // most) * most for n in (self.n_tasks, self.n_concurrent))
-        return replace(self, n_tasks=n_tasks, n_concurrent=n_at_once, tasks_per_node=most)
+        n_at_once = -(-self.n_concurrent // most) * most if self.n_concurrent > most else self.n_concurrent
+        return replace(self, n_concurrent=n_at_once).sharing_nodes(most)
 
     @property
     def walltime_s(self) -> float | None:
@@ -335,6 +333,12 @@ def job_here(executor: str, submission: int) -> str:
 def slots_of(line: SubmissionLine) -> list[int]:
     """The processes of a local submission's slots, without the first one, which merges."""
     return list(line.get("pids", ()))[1:]
+
+
+def megabytes_of(text: str) -> float | None:
+    """The MB of an amount of memory in sbatch's format, such as "64G" or "1500"; None for other words."""
+    found = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", text)
+    return int(found[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(found[2].upper(), 1) if found else None
 
 
 def seconds_of(text: str) -> float | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import Submission, megabytes_of
 from slurmgpu.slurm.facts import Facts, Row, whole_nodes
 
 
@@ -33,19 +32,12 @@ def _tasks_of_node(submission: Submission, n_gpus: int, size: tuple[int, int]) -
     options, per_task = submission.slurm, submission.gpus_per_task
     cpus = _number(options.get("cpus_per_task")) or _number(options.get("cpus_per_gpu")) * per_task or 1
     asked = (("mem", 1), ("mem_per_cpu", cpus), ("mem_per_gpu", per_task))
-    memory = next((_megabytes(str(options[name])) * n for name, n in asked if options.get(name)), 0)
+    memory = next((math.ceil(megabytes_of(str(options[name])) or 0) * n for name, n in asked if options.get(name)), 0)
     return max(1, min(n_gpus // per_task, size[0] // cpus, size[1] // memory if memory else n_gpus))
 
 
 def _number(option: object) -> int:
     return int(text) if (text := str(option)).isdecimal() else 0
-
-
-def _megabytes(text: str) -> int:
-    """An amount of memory in sbatch's format; 0 if it is all memory of a node, or no amount."""
-    found = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", text)
-    units = {"K": 1 / 1024, "G": 1024, "T": 1024**2}
-    return math.ceil(int(found[1]) * units.get(found[2].upper(), 1)) if found else 0
 
 
 def gpus_of_nodes(submission: Submission, facts: Facts, partition: str) -> list[int]:
