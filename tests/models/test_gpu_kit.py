@@ -68,18 +68,31 @@ def run_part(part):
     return subprocess.run(command, cwd=HOME, env={**os.environ, **IDLE}, capture_output=True, text=True, timeout=800)
 
 
-def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(tmp_path, monkeypatch):
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """`written(text)`: a part `tests.gpu.failing` with this text, as a module, with the text `here` if it is given.
+
+    The part's own process finds it in a package that begins in a folder of the test's.
+    """
+
+    def write(text, here=None):
+        package = tmp_path / "tests" / "gpu"
+        package.mkdir(parents=True)
+        for name in ("__init__.py", "findings.py", "part.py"):
+            (package / name).write_text((HOME / "tests" / "gpu" / name).read_text())
+        (package / "failing.py").write_text(text)
+        module = ModuleType("tests.gpu.failing")
+        exec(here or text, module.__dict__)
+        monkeypatch.setattr(kit, "HOME", tmp_path)
+        return module
+
+    return write
+
+
+def test_a_finding_that_fails_hangs_or_ends_its_process_costs_its_row(written, monkeypatch):
     """The findings after it have their rows; `tests.gpu.failing` is a part that this test writes."""
-    module = ModuleType("tests.gpu.failing")
-    exec(FAILING, module.__dict__)
+    module = written(FAILING)
     monkeypatch.setitem(sys.modules, "tests.gpu.failing", module)
-    # The part's own process finds the module in a package that begins in a folder of this test's.
-    package = tmp_path / "tests" / "gpu"
-    package.mkdir(parents=True)
-    for name in ("__init__.py", "findings.py", "part.py"):
-        (package / name).write_text((HOME / "tests" / "gpu" / name).read_text())
-    (package / "failing.py").write_text(FAILING)
-    monkeypatch.setattr(kit, "HOME", tmp_path)
     rows = list(kit.run_part("failing", findings_of(module), 0, 1200))
     assert [row.verdict for row in rows] == [
         HELD,
@@ -148,22 +161,14 @@ def comes_last(machine):
 '''
 
 
-def test_a_part_prepares_before_its_turn_and_a_process_that_waits_for_nobody_ends(tmp_path, monkeypatch):
+def test_a_part_prepares_before_its_turn_and_a_process_that_waits_for_nobody_ends(written):
     """What fails as it is prepared is told with the findings that need it."""
-    package = tmp_path / "tests" / "gpu"
-    package.mkdir(parents=True)
-    for name in ("__init__.py", "findings.py", "part.py"):
-        (package / name).write_text((HOME / "tests" / "gpu" / name).read_text())
     prepares = """
     def prepare(machine):
         (machine.folder / "prepared").touch()
         raise ValueError("no such library")
     """
-    text = FAILING + textwrap.dedent(prepares)
-    (package / "failing.py").write_text(text)
-    module = ModuleType("tests.gpu.failing")
-    exec(text, module.__dict__)
-    monkeypatch.setattr(kit, "HOME", tmp_path)
+    module = written(FAILING + textwrap.dedent(prepares))
     with kit.process_of("failing", 0) as process:
         prepared = process.log.with_name("work") / "prepared"
         wait_until(prepared.exists, "it is prepared")
@@ -209,23 +214,16 @@ def test_a_record_keeps_what_was_measured_before_with_the_same_versions(tmp_path
     assert "It holds" not in newer.read_text()
 
 
-def test_a_finding_that_the_parts_time_cuts_short_is_not_measured(tmp_path, monkeypatch):
+def test_a_finding_that_the_parts_time_cuts_short_is_not_measured(written):
     """A finding that exceeds its own limit did not hold, such as `hangs` above."""
-    folder = tmp_path / "tests" / "gpu"
-    folder.mkdir(parents=True)
-    for name in ("__init__.py", "findings.py", "part.py"):
-        (folder / name).write_text((HOME / "tests" / "gpu" / name).read_text())
-    (folder / "failing.py").write_text(FAILING)
-    module = ModuleType("tests.gpu.failing")
-    exec(FAILING.replace("limit_s=0.2", "limit_s=20.0"), module.__dict__)
-    monkeypatch.setattr(kit, "HOME", tmp_path)
+    module = written(FAILING, here=FAILING.replace("limit_s=0.2", "limit_s=20.0"))
     [hanging, last] = kit.run_part("failing", [module.hangs, module.comes_last], 1, 3.0)
     assert (hanging.verdict, last.verdict) == (NOT_MEASURED, NOT_MEASURED)
     assert hanging.figures == "it was stopped after 3 s (it may take 20 s), because the part's time is used up"
     assert last.figures == "the part's 3 s are used up"
 
 
-def test_a_card_that_this_pytorch_has_no_code_for_costs_a_part_one_failure(tmp_path, monkeypatch):
+def test_a_card_that_this_pytorch_has_no_code_for_costs_a_part_one_failure(written):
     """Else each finding would start another process, for minutes, to fail alike."""
     text = textwrap.dedent(
         """
@@ -242,15 +240,7 @@ def test_a_card_that_this_pytorch_has_no_code_for_costs_a_part_one_failure(tmp_p
             return "3"
         """
     )
-    folder = tmp_path / "tests" / "gpu"
-    folder.mkdir(parents=True)
-    for name in ("__init__.py", "findings.py", "part.py"):
-        (folder / name).write_text((HOME / "tests" / "gpu" / name).read_text())
-    (folder / "failing.py").write_text(text)
-    module = ModuleType("tests.gpu.failing")
-    exec(text, module.__dict__)
-    monkeypatch.setattr(kit, "HOME", tmp_path)
-    [failed, left] = kit.run_part("failing", findings_of(module), 1, 1200)
+    [failed, left] = kit.run_part("failing", findings_of(written(text)), 1, 1200)
     assert failed.verdict == NOT_HELD
     assert "no kernel image is available" in failed.figures
     assert (left.claim, left.verdict) == ("It adds", NOT_MEASURED)
