@@ -18,13 +18,13 @@ def tasks_of_whole_nodes(submission: Submission, facts: Facts) -> int:
     per_task, rows = submission.whole_gpus_per_task, partitions_of(submission, facts)
     if not per_task or submission.nodes_per_task > 1 or not all(are_given_whole(submission, row) for row in rows):
         return 1
-    most = [
-        _tasks_of_node(submission, n_gpus, size)
-        for name in (row["PartitionName"] for row in rows)
-        for n_gpus, size in zip(gpus_of_nodes(submission, facts, name), facts.sizes.get(name, ()), strict=False)
-        if n_gpus >= per_task
-    ]
-    return min(most, default=1)
+    return min((n for row in rows for n in _tasks_of_nodes(submission, facts, row["PartitionName"])), default=1)
+
+
+def _tasks_of_nodes(submission: Submission, facts: Facts, partition: str) -> list[int]:
+    """How many tasks fit on each node of a partition that has GPUs for one."""
+    nodes = zip(gpus_of_nodes(submission, facts, partition), facts.sizes.get(partition, ()), strict=False)
+    return [_tasks_of_node(submission, *node) for node in nodes if node[0] >= submission.whole_gpus_per_task]
 
 
 def _tasks_of_node(submission: Submission, n_gpus: int, size: tuple[int, int]) -> int:
@@ -54,20 +54,21 @@ def idle_gpus(submission: Submission, facts: Facts) -> list[str]:
         fitting = [there for there in gpus_of_nodes(submission, facts, name) if there >= per_node]
         if are_given_whole(submission, row) and fitting and per_node < (least := min(fitting)):
             what = f"The partition {name}" if whole_nodes(row) else "exclusive = true under [slurm]"
+            room = min(_tasks_of_nodes(submission, facts, name), default=1)
             return [
                 f"{what} gives each job a whole node: its {least} GPUs are held, and charged for, and the job computes "
-                f"on {per_node}. {_more_gpus(submission, least)}"
+                f"on {per_node}. {_more_gpus(submission, least, room)}"
             ]
     return []
 
 
-def _more_gpus(submission: Submission, least: int) -> str:
-    """What lets a job compute on all GPUs of a node."""
-    per_task = submission.gpus_per_task
+def _more_gpus(submission: Submission, least: int, room: int) -> str:
+    """What lets a job compute on more GPUs of a node with `least` of them, which has `room` for so many tasks."""
     if submission.nodes_per_task == 1 and submission.n_tasks == submission.tasks_per_node:
         return f"To use all, ask for them: --gpus {least} --array, or a task with gpus_per_task = {least}."
-    if submission.resources.get("tasks_per_node") and least // per_task > submission.tasks_per_node:
-        return f"To use all, set tasks_per_node = {least // per_task}."
+    if room > submission.tasks_per_node:
+        n_used = room * submission.gpus_per_task
+        return f"To use {'all' if n_used == least else n_used}, set tasks_per_node = {room}."
     return "More tasks do not fit there: ask for fewer CPUs or less memory for each, or for more GPUs."
 
 

@@ -176,6 +176,9 @@ def test_of_what_is_above_a_limit_it_is_said_what_will_happen(asked, known, name
         (asking({"tasks_per_node": 1}, gpus=3), {"partition": WHOLE}, "More tasks do not fit there"),
         (submission(n_tasks=1, exclusive=True), {}, "exclusive = true under [slurm] gives each job a whole node"),
         (asking({"tasks_per_node": 1}), {"partition": WHOLE}, "To use all, set tasks_per_node = 4."),
+        (asking({"tasks_per_node": 1}, mem="80G"), {"partition": WHOLE}, "To use 3, set tasks_per_node = 3."),
+        (submission(mem="200G"), {"partition": WHOLE}, "More tasks do not fit there"),
+        (submission(gpu_bind="closest"), {"partition": WHOLE}, "To use all, set tasks_per_node = 4."),
         (submission(gpus=4), {"partition": WHOLE}, None),
         (submission(gpus=0), {"partition": WHOLE}, None),
         (submission(gres="none"), {"gpus": (0, 0)}, None),
@@ -231,6 +234,14 @@ def test_tasks_share_the_nodes_that_slurm_gives_whole(asked, known, n_tasks, per
 def test_tasks_that_see_gpus_of_others_share_no_node():
     with pytest.raises(SlurmGPUError, match=r"gpu_bind = 'closest' under \[slurm\].* Remove gpu_bind"):
         respect_limits(asking({"tasks_per_node": 2}, gpu_bind="closest"), cluster_of())
+
+
+def test_where_one_of_several_partitions_gives_whole_nodes_tasks_share_them_if_told_to():
+    known = cluster_of(WHOLE)
+    known.partitions |= {"shared": {**PARTITION, "PartitionName": "shared", "Default": "NO"}}
+    asked, [note] = respect_limits(submission(partition="gpu,shared"), known)
+    assert asked.tasks_per_node == 1
+    assert "the job computes on 1. To use all, set tasks_per_node = 4." in note
 
 
 def test_limits_count_jobs_not_the_tasks_in_them():
