@@ -16,6 +16,7 @@ from slurmgpu.llm.models.sizes import context_of
 from slurmgpu.llm.models.source import find_model, served_model
 from slurmgpu.llm.prompts.fewshot import Fewshot, fewshot_of
 from slurmgpu.llm.prompts.jinja_templates import TemplateFormat, template_class
+from slurmgpu.llm.prompts.template_dates import check_date
 from slurmgpu.llm.prompts.templates import NO_VALUES, Last, Prompts
 from slurmgpu.llm.server_engine.settings import check_server
 from slurmgpu.llm.vllm_engine.limits import check_adapters, vllm_refuses
@@ -56,6 +57,7 @@ class ModelSettings(TypedDict, total=False):
     compile: bool
     chat: bool
     chat_options: dict[str, Any]
+    date: str
     adapter: str
     adapters: dict[str, str]
     adapter_files: dict[str, dict[str, str]]
@@ -168,6 +170,8 @@ def check_engine(settings: Mapping[str, Any]) -> None:
     for name in ("batch_tokens", "max_context", "concurrency"):
         check_range(name, settings.get(name, 1), 1, None)
     check_temperature("temperature", settings.get("temperature", 0.0), settings)
+    if "date" in settings:
+        check_date(settings["date"])
 
 
 def _check_images(settings: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from slurmgpu.llm.models.decoders import (
 from slurmgpu.llm.models.source import cache_of, check_unchanged, digests_of, fetch, files_of
 from slurmgpu.llm.placement.place import place
 from slurmgpu.llm.prompts.structures import check_structure
+from slurmgpu.llm.prompts.template_dates import asks_for_date, today
 from slurmgpu.llm.prompts.templates import Prompts
 from slurmgpu.llm.server_engine.settings import describe, refuse_beyond
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
@@ -110,14 +111,24 @@ class LanguageModelWorkload:
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """Settings that the plan fixes: the commit of a hub model, or digests of a folder's files."""
+        """Settings that the plan fixes: the commit of a hub model, or digests of a folder's files; adapters, the date.
+
+        The date is fixed only if the chat template writes it into prompts.
+        """
         if self.options.url:
             return {}
         model = self.options.model
+        others = self._frozen_adapters | self._frozen_date
         if model.repository is not None:
-            return {"revision": model.revision, **self._frozen_adapters}
+            return {"revision": model.revision, **others}
         files = digests_of(model)
-        return self._frozen_adapters if files is None else {"model_files": files, **self._frozen_adapters}
+        return others if files is None else {"model_files": files, **others}
+
+    @property
+    def _frozen_date(self) -> dict[str, str]:
+        options = self.options
+        is_open = options.engine != "server" and options.date is None
+        return {"date": today()} if is_open and asks_for_date(options.model, options.chat_options) else {}
 
     @property
     def _frozen_adapters(self) -> dict[str, Any]:

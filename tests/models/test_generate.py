@@ -7,6 +7,8 @@ import random
 import shutil
 import subprocess
 import sys
+from datetime import date
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,6 +164,26 @@ def test_a_prompt_from_a_file_is_frozen_in_the_plan(nothing, project, slurmgpu):
     assert '"prompt": "Säg {text}:"' in " ".join(told.split())
     assert plan["settings"]["model_files"]
     assert "model_files" not in told
+
+
+@pytest.mark.parametrize("given", [None, "2024-07-26"])
+def test_the_date_that_a_chat_template_writes_is_frozen_in_the_plan(nothing, given):
+    said = {} if given is None else {"date": given}
+    workload = Generate(model=nothing, prompt="{text}", **said)
+    assert "date" not in workload.frozen_settings
+    template = "{{ strftime_now('%Y') }}{{ messages[0].content }}"
+    (Path(nothing) / "chat_template.jinja").write_text(template)
+    before = date.today()
+    frozen = workload.frozen_settings
+    assert given is not None or before <= date.fromisoformat(frozen["date"]) <= date.today()
+    assert given is None or "date" not in frozen  # which is among the settings
+    assert Generate(model=nothing, prompt="{text}", **{**said, **frozen}).options.date == frozen.get("date", given)
+
+
+@pytest.mark.parametrize("wrong", ["26.7.2024", "2024-7-26", "2024-02-30"])
+def test_what_is_no_day_is_refused(nothing, wrong):
+    with pytest.raises(SlurmGPUError, match=f"^date is '{wrong}'; expected a day such as"):
+        Generate(model=nothing, prompt="{text}", date=wrong)
 
 
 # Rows

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 
@@ -309,3 +310,25 @@ def test_an_answer_of_two_messages_is_not_gone_on_with(tmp_path):
     said = f"{ANALYSIS}<|channel|>final<|message|>4\n<|end|><|start|>assistant<|channel|>final<|message|>6\n7"
     with pytest.raises(PromptError, match="the answer's text does not show"):
         going_on(made, tokenizer, said, "4\n6\n")
+
+
+DATED = (
+    "\n  {% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}"
+    "{% macro said() %}{{ strftime_now('%A, %B %-d') + '#' + strftime_now('%Y-%m-%d') }}{% endmacro %}"
+    "{{ day }}\n{{ said() }}{{ messages[0]['content'] }}\n"
+)
+"""A date as Llama 3.2 writes it, then two from a macro, as in gpt-oss."""
+
+
+@pytest.mark.parametrize("where", ["tokenizer", "chat_options"])
+def test_a_template_that_writes_the_date_writes_that_of_the_run(tmp_path, where):
+    given = {"chat_options": {"chat_template": DATED}} if where == "chat_options" else {}
+    template = DATED if where == "tokenizer" else TEMPLATE
+    days = [datetime.now()]
+    by_clock, of_run = (
+        codec(tmp_path, template=template, date=date, **given)[0].render(Prompt("1"))[0]
+        for date in (None, "2024-07-06")
+    )
+    days.append(datetime.now())  # midnight may be between
+    assert of_run == "\n06 Jul 2024\nSaturday, July 6#2024-07-061"
+    assert by_clock in [day.strftime("\n%d %b %Y\n%A, %B %-d#%Y-%m-%d1") for day in days]

@@ -312,7 +312,7 @@ class EngineOptions:
     reduces the model's context. `cuda_graphs` says whether steps use CUDA graphs: False never, True if a self-check
     passes, "auto" if they are also faster; with `compile` steps are compiled first. `chat` says whether plain prompts
     go into the chat template; None: if there is one. `chat_options` go to the template: enable_thinking,
-    reasoning_effort …
+    reasoning_effort … `date` is the day, as YYYY-MM-DD, for templates that write today's date; None: the clock's.
 
     With `images` the model takes images with text. `beside` is another model in the same process.
 
@@ -330,6 +330,7 @@ class EngineOptions:
     compile: bool = False
     chat: bool | None = None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
+    date: str | None = None
     trust_remote_code: bool = False
     adapters: Adapters = field(default_factory=Adapters)
     serve: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from slurmgpu.llm.prompts.decoder import Decoder
 from slurmgpu.llm.prompts.encoded import Encoded, FullContextError, PromptError
 from slurmgpu.llm.prompts.images import place_of_images
 from slurmgpu.llm.prompts.quotes import MARK, Quotes
+from slurmgpu.llm.prompts.template_dates import FUNCTION, with_date
 from slurmgpu.llm.prompts.truncation import shorten
 from slurmgpu.llm.prompts.vocabulary import HARMONY_FINAL, HARMONY_START, THINK, THOUGHT, Vocabulary
 from slurmgpu.util.exceptions import message_of
@@ -178,9 +179,18 @@ class Codec:
             _add_images(cut, n_images, behind_examples=behind_examples)
         return self._chat_text(cut)
 
+    @cached_property
+    def _dated(self) -> dict[str, str]:
+        """The argument for a chat template with the run's date, if it writes one."""
+        asked, date = self._options.chat_options, self._options.date
+        if date is None or FUNCTION not in f"{self._tokenizer.chat_template}{asked.get('chat_template')}":
+            return {}
+        template = self._tokenizer.get_chat_template(asked.get("chat_template"), asked.get("tools"))
+        return {"chat_template": with_date(template, date)}
+
     def _chat_text(self, messages: Sequence[Mapping[str, Any]], **end: bool) -> str:
         """The template's text for messages; a refused system message goes before the user's first message."""
-        options = {"tokenize": False, **end, **self._options.chat_options}
+        options = {"tokenize": False, **end, **self._options.chat_options, **self._dated}
         try:
             text: str = self._tokenizer.apply_chat_template(_shaped(messages), **options)
         except Exception as error:  # a template may raise any error

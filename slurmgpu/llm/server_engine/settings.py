@@ -21,6 +21,7 @@ OTHERS = (
     "compile",
     "trust_remote_code",
     "truncation_side",
+    "date",
 )
 """Settings of engines that load the model and its tokenizer themselves."""
 LOCAL = ("revision", "model_files")

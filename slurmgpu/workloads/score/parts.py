@@ -10,7 +10,7 @@ from slurmgpu.llm.settings import PromptedModelSettings, PromptSettings
 
 TAKEN = (
     *("revision", "model_files", "trust_remote_code", "engine", "precision", "batch_tokens", "max_context", "chat"),
-    "chat_options",
+    *("chat_options", "date"),
     *get_type_hints(PromptSettings),
 )
 """The model and engine settings that apply to a head."""
