@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.code import former
+from slurmgpu.code import former, snapshots
 from slurmgpu.code import functions as code_functions
 from slurmgpu.code.functions import Packed
 from slurmgpu.containers.runtime import runtime_named
@@ -18,10 +18,11 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome, start
 from slurmgpu.inputs import InputSpec, check_input
 from slurmgpu.merge.failed_items import failed_again, forget_deaths
+from slurmgpu.plan.checked_workload import refuse_other_columns
 from slurmgpu.plan.container_spec import contain_again
 from slurmgpu.plan.written_keys import edited_notes
 from slurmgpu.report.completeness import is_complete
-from slurmgpu.run import mapped_function
+from slurmgpu.run import mapped_function, owners
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
@@ -110,6 +111,9 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
         taken, changed = former.former_code(run, asked.code)
     else:
         taken, changed = former.code_now(run, run.plan.container, asked.functions, writes=writes)
+        planned = snapshots.code_digest(run.submissions()[:1])
+        if taken["digest"] != planned and owners.why_foreign(run) is None:
+            refuse_other_columns(run.plan)
     if asked.other_code:
         again = former.with_rows_of_others(run, again, taken["digest"])
         if not missing and not again.shards:

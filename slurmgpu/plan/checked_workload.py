@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs.fields import with_kept
 from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.build import build
 from slurmgpu.loader.modules import at_planning, load_class
@@ -18,6 +20,9 @@ from slurmgpu.loader.settings import UnknownSettingError, names_of_settings, set
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.run_file import MOST, RunFile, table_of
 from slurmgpu.plan.site_file import read_run_file
+from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.shards.columns import check_columns, columns_from_json, columns_to_json
+from slurmgpu.util.amounts import some_of
 from slurmgpu.util.process_wide import one_thread, working_folder
 from slurmgpu.util.users import resolved
 
@@ -41,6 +46,37 @@ def build_workload(
             return full_name, settings, build(full_name, settings, base)
         except UnknownSettingError as error:
             raise SlurmGPUError(f"{error}{_where_it_belongs(error.name, settings)}") from error
+
+
+def refuse_other_columns(plan: Plan) -> None:
+    """SlurmGPUError if the class of a planned run has other columns now: no row of it would fit the run's files."""
+    base = Path(plan.search_path)
+    with one_thread(), working_folder(base), at_planning(plan.workload):
+        workload = build(plan.workload, plan.settings, base)
+    title = title_of(plan.workload, "workload")
+    now = with_kept(check_columns(workload.columns, title), plan.keep)
+    now, then = (json.loads(json.dumps(columns_to_json(each))) for each in (now, columns_from_json(plan.columns)))
+    changed = [name for name in {**then, **now} if now.get(name) != then.get(name)]
+    if not changed:
+        return
+    told = some_of(
+        [f"{name!r} was {_in_words(then.get(name))} and is {_in_words(now.get(name))}" for name in changed], 3
+    )
+    raise SlurmGPUError(
+        f"The columns of {title} have changed since the run was planned, and its files keep the planned ones: {told}. "
+        f"Submit a new run with another --run-dir, restore the columns, or compute with earlier code: --code."
+    )
+
+
+def _in_words(column: Mapping[str, Any] | None) -> str:
+    if column is None:
+        return "absent"
+    told = [column["kind"]]
+    if dtype := column.get("dtype"):
+        told.append(f"of {np.dtype(dtype)}")
+    if shape := column.get("shape"):
+        told.append(f"and shape {tuple(shape)}")
+    return " ".join(told)
 
 
 def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:

@@ -375,6 +375,24 @@ def test_a_run_that_was_only_planned_has_no_former_code(signed, slurmgpu):
     assert report(folder)["complete"]
 
 
+def test_columns_that_have_changed_are_refused_before_anything_is_queued(signed, slurmgpu):
+    folder = signed("debug")
+    halves = WORKLOAD.replace("SIGN * (1 + item.index)", "item.index / 2")
+    (folder / "signed.py").write_text(halves)
+    slurmgpu("submit", cwd=folder, expect=0)
+    assert report(folder)["errors_by_class"] == {"item_error": 4}
+    (folder / "signed.py").write_text(halves.replace('Array("int64")', 'Array("float64", (2,)), "y": Text()'))
+    for more in ([], ["--dry-run"]):
+        done = slurmgpu("resubmit", "run", "--failed", *more, cwd=folder, expect=2)
+        assert (
+            "'x' was array of int64 and is array of float64 and shape (2,), 'y' was absent and is text." in done.stderr
+        )
+    assert len(codes(folder)) == 1
+    (folder / "signed.py").write_text(WORKLOAD)
+    slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0)
+    assert values(folder) == [0, 2, 1, 4, 2, 6, 3, 8]
+
+
 def test_a_module_named_by_a_setting_or_imported_by_a_made_up_name_is_in_it(signed):
     folder = signed()
     (folder / "kinds").mkdir()
