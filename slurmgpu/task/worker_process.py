@@ -182,7 +182,7 @@ class WorkerProcess:
         try:
             event = json.loads(line)
             self._events.put({"event": event["event"], **event})
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             # It was printed before the worker took the pipe, or cut short by its death.
             log.warning("the worker wrote %r", line)
 

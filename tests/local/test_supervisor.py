@@ -137,6 +137,12 @@ def test_a_task_makes_the_folders_again_that_a_purge_has_removed_while_it_was_qu
     assert all((tmp_path / "run" / name).is_dir() for name in FOLDERS)
 
 
+def test_whatever_is_printed_before_the_worker_has_the_pipe_its_task_hears_of_its_end(work):
+    for printed in ("hello", '{"event": 1}', "[" * 100_000):
+        code, record = work(f"print({printed!r}, flush=True); {ENDS}")
+        assert (code, record["reason"], record["deaths"]) == (0, "complete", [])
+
+
 def test_a_lease_is_renewed_while_a_worker_says_nothing(work, tmp_path):
     claim = str(tmp_path / "run" / "claims" / "00000")
     code, record = work(f"begin(); wait_until('\"renewals\": 3', {claim!r}); publish(); done()")
