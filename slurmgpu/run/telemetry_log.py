@@ -126,7 +126,7 @@ def _samples(lines: Iterable[bytes], unreadable: list[bytes]) -> Iterator[Sample
                 names = (list(value["gpu_values"]), list(value["host_values"]))
                 continue
             yield _sample(value, *names)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             if line.endswith(b"\n"):
                 unreadable.append(line)
 

@@ -25,6 +25,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import is_orphaned, processes_here
 from slurmgpu.run.recompute import Again, Recompute, read_recompute, write_recompute
 from slurmgpu.run.records import Unread
+from slurmgpu.run.telemetry_log import last_sample, some_samples, telemetry_path
 from slurmgpu.slurm import queue as slurms_queue
 from slurmgpu.util.atomic_files import write_json
 from slurmgpu.util.pids import numbering, processes
@@ -193,6 +194,21 @@ def test_living_attempts_have_the_last_sample_of_their_gpus(run):
         assert [name for name in names if found[name]] == [name for name in names[:2] if name in (wanted or names)]
         assert found[names[1]]["time"] == NOW - 5
         assert 0 < found[names[1]]["utilisation"] <= 100
+
+
+def test_a_sample_with_impossible_values_costs_itself_alone(run):
+    path, many = telemetry_path(run.folder, "4711_1.0"), "9" * 400
+    before = last_sample(path)
+    _, *good = path.read_text().splitlines()
+    of_a_gpu = good[-1].replace("[[", f"[[{many}, ", 1)
+    assert of_a_gpu != good[-1]
+    for sample in ("[" * 12_000, f'{{"time": {many}, "ready": true, "gpus": [], "host": null}}', of_a_gpu):
+        with open(path, "a") as file:
+            file.write(f"{sample}\n")
+        damaged = set()
+        assert last_sample(path) == before
+        assert len(some_samples(path, 10**6, damaged)) == len(good)
+        assert damaged == {path}
 
 
 def test_rows_that_stay_while_others_of_their_shard_are_computed_again_count_as_done(run):
