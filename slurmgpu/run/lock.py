@@ -328,7 +328,10 @@ def _encode(value: Holder) -> bytes:
 def _in_words(holder: Holder) -> str:
     if "token" not in holder:
         return str(holder.get("text") or "an unknown process")[:200]
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(holder.get("since") or 0)))
+    try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):  # no time at all
+        since = "an unknown time"
     return (
         f"process {holder.get('pid')} of {holder.get('user')} on {holder.get('host')}, "
         f"which began {holder.get('doing')} it at {since}"

@@ -68,8 +68,10 @@ def test_the_patient_wait_for_the_lock_and_the_others_are_refused(tmp_path):
         (lambda: holder(pid_namespace="pid:[1]"), 0.2),
         (lambda: "no lock's content", 0.2),
         (lambda: "", 0.2),
+        (lambda: holder(pid="x", since="yesterday"), 0.2),
+        (lambda: holder(pid=4194304, since=1e300), 3600.0),
     ],
-    ids=["dead", "its number given again", "another machine", "another namespace", "damaged", "empty"],
+    ids=["dead", "its number given again", "another machine", "another namespace", "damaged", "empty", "odd", "late"],
 )
 def test_the_lock_of_a_process_that_is_dead_or_silent_is_taken_away(tmp_path, monkeypatch, held, patience_s, patient):
     monkeypatch.setattr(locks, "PATIENCE_S", patience_s)
