@@ -52,6 +52,18 @@ def test_a_run_with_lists_of_texts_is_refused_before_and_after_it_is_merged(tmp_
         Judge(model=model, fields={"text": "question"}).check_input([path], 2)
 
 
+@pytest.mark.parametrize("damage", ["{", "[" * 100_000, "[]"])
+def test_a_run_with_a_damaged_plan_is_refused_in_a_sentence(tmp_path, model, damage):
+    path, other = run_of(tmp_path / "one", "2"), run_of(tmp_path / "two", "3")
+    (tmp_path / "two" / "run.json").write_text(damage)
+    with pytest.raises(SlurmGPUError, match=r"two/run\.json is damaged"):
+        Judge(model=model, rubric="pairwise", against=str(other))
+    path.unlink()
+    (tmp_path / "one" / "run.json").write_text(damage)
+    with pytest.raises(SlurmGPUError, match=r"one/run\.json is damaged"):
+        Judge(model=model).check_input([path], 2)
+
+
 def test_a_field_of_texts_that_a_run_has_kept_is_judged(tmp_path, model):
     Judge(model=model).check_input([run_of(tmp_path / "one", "2")], 2)
 
