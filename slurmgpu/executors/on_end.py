@@ -73,7 +73,11 @@ def track(run: Run) -> None:
         log.warning("nothing is sent to trackers: %s. To send it: %s", why, typed)
         return
     command = [sys.executable, "-m", "slurmgpu", "track", str(run.folder)]
-    code = _run_to_end(run, command, TRACKING_S, stdin=subprocess.DEVNULL)
+    try:
+        code = _run_to_end(run, command, TRACKING_S, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        log.warning("nothing is sent to trackers: %s. To send it: %s", error.strerror, typed)
+        return
     if code is None:
         log.warning("sending to trackers took longer than %.0f s and was stopped. To go on: %s", TRACKING_S, typed)
     elif code:

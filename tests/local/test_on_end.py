@@ -1,5 +1,7 @@
 """What is told of a run's end: the run file's `on_end`, once, and the mail of Slurm's that the merge job asks for."""
 
+import dataclasses
+import errno
 import http.server
 import json
 import logging
@@ -178,6 +180,21 @@ def test_whatever_the_command_does_the_merge_goes_on(tmp_path, caplog, command, 
         on_end.run_on_end(with_command(run, command), value)
     assert said in caplog.text
     assert said or not caplog.text
+
+
+def test_neither_the_command_nor_trackers_need_a_process_that_cannot_be_started(tmp_path, caplog, monkeypatch):
+    run, value = ended(tmp_path)
+    run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, on_end="true", track=("tensorboard:board",)))
+
+    def no_more(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", no_more)
+    submission._tell_end(run, value)
+    assert "on_end could not be started" in caplog.text
+    assert f"nothing is sent to trackers: Resource temporarily unavailable. To send it: slurmgpu track {run.typed}" in (
+        caplog.text
+    )
 
 
 def test_the_log_does_not_tell_the_command_which_may_hold_a_token(tmp_path, caplog):
