@@ -322,11 +322,14 @@ def _surely_of(run: Run, jobs: Sequence[queue.QueuedJob]) -> list[queue.QueuedJo
 
     In that case only those whose scripts or comments in Slurm name the run: only their owner can have set these.
     """
-    why = why_forgeable(run) if jobs else None
+    if not jobs or (why := why_forgeable(run)) is None:
+        return list(jobs)
     logs = run.logs.resolve() if not run.logs.is_symlink() else None
-    found = [job for job in jobs if why is None or job.is_of(run) or Path(job.command).parent.resolve() == logs]
+    found = []
     for job in jobs:
-        if job not in found:
+        if job.is_of(run) or Path(job.command).parent.resolve() == logs:
+            found.append(job)
+        else:
             log.warning(LEFT_ALONE, f"job {job.job_id}", why)
     return found
 
