@@ -322,6 +322,7 @@ class Task:
                 self._leases.add(event["shard"])
             case "skipped":
                 self._leases.let_go(event["shard"])
+                self._deaths.end_call(event["shard"])
             case "batch":
                 if (shard := self.record["shard"]) is not None:
                     self._deaths.begin_call(shard, event["items"], event["isolated"], event["ahead"])

@@ -238,12 +238,24 @@ PUBLISHED = {"event": "published", "items": 8, "errors": {}, "started": 0.0, "se
         ([BATCH], [4, 5]),
         ([BATCH, {"event": "waiting", "seconds": 9.0, "items": 2}], None),
         ([BATCH, {"event": "left", "shard": 0}], None),
+        ([BATCH, {"event": "skipped", "shard": 0}], None),
+        ([BATCH, {"event": "skipped", "shard": 1}], [4, 5]),  # one that was claimed ahead
         ([BATCH, breaks(blames_items=True)], [4, 5]),
         ([BATCH, breaks(blames_items=False)], None),
         ([BATCH, {**PUBLISHED, "shard": 0}], None),
         ([BATCH, {**PUBLISHED, "shard": 1}], [4, 5]),  # the one before, by another thread
     ],
-    ids=["in a call", "between tries", "left", "broken by it", "broken before", "published", "another published"],
+    ids=[
+        "in a call",
+        "between tries",
+        "left",
+        "given back",
+        "another given back",
+        "broken by it",
+        "broken before",
+        "published",
+        "another published",
+    ],
 )
 def test_the_items_in_flight_are_those_of_the_call_that_a_worker_is_in(run, events, items):
     task = Task(run, Attempt("7", 0, device="cpu"))
