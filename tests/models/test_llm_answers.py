@@ -72,7 +72,13 @@ def test_thoughts_become_reasoning(tmp_path, prompt, answer, expected):
         (TEMPLATE, Prompt("1+1="), {}, "<s>1+1="),
         (TEMPLATE, Prompt("1+1=", answer="2"), {"chat": False}, "<s>1+1=2"),
         ("{{ messages[0]['content'] }}{{ note }}", Prompt("1"), {"chat_options": {"note": "yes"}}, "1yes"),
-        ("{{ messages[1]['content'] }}", Prompt(messages=({"content": "1"}, {"content": "2"})), {}, "2"),
+        (
+            "{{ messages[1].content + messages[0].content }}",
+            Prompt(messages=({"content": "1"}, {"content": "2"})),
+            {},
+            "21",
+        ),
+        (NO_SYSTEM.replace("raise_exception('no')", "''"), Prompt("1+1=", system="be"), {}, "be\n\n1+1="),
         (HARMONY_TEMPLATE, Prompt("1"), {}, "<|start|>user<|message|>1<|end|><|start|>assistant"),
         (
             HARMONY_TEMPLATE,
@@ -163,6 +169,23 @@ def test_half_of_a_surrogate_pair_fails_its_own_prompt(tmp_path):
     made, _ = codec(tmp_path)
     with pytest.raises(PromptError, match=r"half of a surrogate pair, .ud83d"):
         made.encode(Request(0, Prompt("1\ud83d"), Sampling()))
+
+
+FEW_ROLES = (
+    "{% for m in messages %}{{ m.content if m.role in ('user', 'system') else m.content | tojson "
+    "if m.role == 'tool' else m.content.split('</think>') | last if m.role == 'assistant' }}{% endfor %}"
+)
+
+
+def test_a_turn_that_the_template_leaves_out_is_an_error_of_its_item(tmp_path):
+    made, _ = codec(tmp_path, template=FEW_ROLES)
+    turns = [("user", "1"), ("assistant", "<think>so</think>"), ("tool", 'a "b"'), ("user", "2")]
+    chat = tuple({"role": role, "content": text} for role, text in turns)
+    assert made.render(Prompt(messages=chat))[0] == '1"a \\"b\\""2'  # reasoning may be left out, and text encoded
+    with pytest.raises(PromptError, match="a turn of the role 'developer', 'be brief'"):
+        made.render(Prompt(messages=({"role": "developer", "content": "be brief"}, *chat)))
+    late = made.render(Prompt(messages=(*chat, {"role": "system", "content": "be"})))
+    assert late[0].endswith("2be")
 
 
 def test_a_template_without_system_messages_is_told_of_once(tmp_path, caplog):

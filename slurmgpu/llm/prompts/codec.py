@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -28,6 +29,8 @@ HIDDEN = (
     "the answer cannot be continued after {!r}: the model generated {!r} there, which the answer's text does not show. "
     "Reasoning is recognised between <think> and </think>, and in harmony's channels"
 )
+OTHER = "something else"
+"""The content of a turn in place of its own, to see whether a chat template shows it."""
 SHOWN = 20
 """Characters of an answer that an error shows."""
 
@@ -189,22 +192,50 @@ class Codec:
         return {"chat_template": with_date(template, date)}
 
     def _chat_text(self, messages: Sequence[Mapping[str, Any]], **end: bool) -> str:
-        """The template's text for messages; a refused system message goes before the user's first message."""
-        options = {"tokenize": False, **end, **self._options.chat_options, **self._dated}
+        """The template's text for messages; PromptError if it refuses them, or leaves one out.
+
+        A system message that is refused or left out goes before the user's first message.
+        """
+        has_system = [each.get("role") for each in messages[:2]] == ["system", "user"]
         try:
-            text: str = self._tokenizer.apply_chat_template(_shaped(messages), **options)
+            text = self._as_written(messages, end)
         except Exception as error:  # a template may raise any error
-            if [each.get("role") for each in messages[:2]] != ["system", "user"]:
+            if not has_system:
                 raise PromptError(f"the chat template rejects the messages: {message_of(error)}") from error
-            joined = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-            text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]], **end)
-            if not self._joins_system:
-                log.info(
-                    "the chat template takes no system message (%s); putting it before the user's first message",
-                    message_of(error),
-                )
-                self._joins_system = True
+            return self._joined_text(messages, end, message_of(error))
+        left_out = next((each for each in messages if self._leaves_out(each, text, messages, end)), None)
+        if left_out is None:
+            return text
+        if has_system and left_out is messages[0]:
+            return self._joined_text(messages, end, "it leaves it out")
+        raise PromptError(
+            f"the chat template leaves out a turn of the role {left_out['role']!r}, {left_out['content']!r:.60}"
+        )
+
+    def _joined_text(self, messages: Sequence[Mapping[str, Any]], end: Mapping[str, bool], why: str) -> str:
+        """The template's text with the system message before the text of the user's first message."""
+        joined = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+        text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]], **end)
+        if not self._joins_system:
+            log.info("the chat template takes no system message (%s); putting it before the user's first message", why)
+            self._joins_system = True
         return text
+
+    def _as_written(self, messages: Sequence[Mapping[str, Any]], end: Mapping[str, bool]) -> str:
+        options = {"tokenize": False, **end, **self._options.chat_options, **self._dated}
+        text: str = self._tokenizer.apply_chat_template(_shaped(messages), **options)
+        return text
+
+    def _leaves_out(
+        self, message: Mapping[str, Any], text: str, messages: Sequence[Mapping[str, Any]], end: Mapping[str, bool]
+    ) -> bool:
+        """Whether the template's text for messages would be the same with another content of this one."""
+        if message["content"].strip() in text:
+            return False  # usually; a template may also encode it, or leave reasoning out
+        others = [{**each, "content": OTHER} if each is message else each for each in messages]
+        with contextlib.suppress(Exception):  # of a template that takes no such content, and so looks at it
+            return self._as_written(others, end) == text
+        return False
 
     def tokens_of(self, text: str, *, is_whole: bool) -> tuple[int, ...]:
         """The tokens of a text; if it is not whole, with the tokenizer's own tokens at its beginning."""
