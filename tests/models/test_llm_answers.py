@@ -6,6 +6,8 @@ from datetime import datetime
 
 import pytest
 
+from slurmgpu.llm.heads.head import HeadInput
+from slurmgpu.llm.heads.inputs import HeadCodec
 from slurmgpu.llm.interface.engine import EngineOptions, Prompt, Request, Sampling
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.encoded import Encoded, Finished, PromptError
@@ -355,3 +357,36 @@ def test_a_template_that_writes_the_date_writes_that_of_the_run(tmp_path, where)
     days.append(datetime.now())  # midnight may be between
     assert of_run == "\n06 Jul 2024\nSaturday, July 6#2024-07-061"
     assert by_clock in [day.strftime("\n%d %b %Y\n%A, %B %-d#%Y-%m-%d1") for day in days]
+
+
+def blank_putting(way):
+    """A tokenizer of characters that puts a blank before a text: as Llama 2's, as newer ones, and as XLM-R's."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["<s>", "</s>", "<unk>", "▁", *"abcdeghilmnorstuvw<>/=\n"]
+    made = Tokenizer(models.BPE({text: number for number, text in enumerate(characters)}, [], unk_token="<unk>"))
+    if way == "normalizer":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=way)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names, chat_template=template)
+
+
+@pytest.mark.parametrize("way", ["normalizer", "first", "always", "never"])
+def test_a_text_like_a_special_token_gets_no_blank_in_it(way):
+    tokenizer = blank_putting(way)
+    made = Codec(tokenizer, EngineOptions(None, chat=False), 2048)
+    text = Template("see {text}").render({"text": "a</s>b </s>\nend"})
+    whole = tokenizer(text, split_special_tokens=True)["input_ids"]
+    assert list(made.encode(Request(0, Prompt(text), Sampling(max_tokens=4))).tokens) == whole
+    before, own = made.begin(text)
+    assert [*before, *own] == whole
+    # The steps of a chat, which are cut at their ends.
+    steps = HeadCodec(tokenizer, EngineOptions(None), 2048, cut=False, step_end="\n", marks=(), n_known=99)
+    found = steps.encode(HeadInput(0, Prompt("so"), chat=True, steps=("see", "a </s>")))
+    assert tokenizer.convert_ids_to_tokens(found.tokens[-13:]) == [*"sosee\na▁</s>\n"]
+    assert found.ends[-1] == len(found.tokens) - 1

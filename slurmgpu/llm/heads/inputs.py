@@ -130,7 +130,7 @@ class HeadCodec:
                 if piece == END:
                     ends.append(len(tokens) - 1)
                 elif piece and piece != STEP:
-                    tokens += self.codec.tokens_of(piece, is_whole=True)
+                    tokens += self._pieces(piece, goes_on=bool(tokens))
             if len(ends) != len(steps):
                 raise PromptError(f"the chat template shows {len(ends)} of {len(steps)} steps")
             return EncodedInput(asked.id, tuple(tokens), ends=tuple(ends))
@@ -142,9 +142,9 @@ class HeadCodec:
             ends.append(len(tokens) - 1)
         return EncodedInput(asked.id, tuple(tokens), ends=tuple(ends))
 
-    def _pieces(self, text: str) -> list[int]:
-        """The tokens of a text with marks, without the tokenizer's own at its ends."""
-        return [*self.codec.vocabulary.pieces(self.codec.parts(text))]
+    def _pieces(self, text: str, *, goes_on: bool = False) -> list[int]:
+        """The tokens of a text with marks, without the tokenizer's own at its ends; it `goes_on` after another text."""
+        return [*self.codec.vocabulary.pieces(self.codec.parts(text), goes_on=goes_on)]
 
 
 def _messages(asked: HeadInput, answer: str | None) -> list[Message]:

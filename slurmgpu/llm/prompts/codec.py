@@ -260,7 +260,8 @@ class Codec:
         for tokens, (_, *rest) in zip(firsts, split, strict=True):
             # Some tokenizers also add an end token, but the text continues here; one in the text itself is kept.
             n_kept = max(1, len(tokens) - len(end))
-            tokens = (*(tokens[:n_kept] if tuple(tokens[n_kept:]) == end else tokens), *self.vocabulary.pieces(rest))
+            tokens = tokens[:n_kept] if tuple(tokens[n_kept:]) == end else tokens
+            tokens = (*tokens, *self.vocabulary.pieces(rest, goes_on=True))
             if not tokens:
                 raise PromptError("the prompt is empty; expected at least one token")
             self.vocabulary.check_known(tokens)
@@ -284,7 +285,7 @@ class Codec:
         at = next((place for place in places if whole[place : place + len(own)] == own), None)
         if at is None:
             raise PromptError("the tokenizer gives the text different tokens after the tokens that it adds itself")
-        own += tuple(self.vocabulary.pieces(rest))
+        own += tuple(self.vocabulary.pieces(rest, goes_on=True))
         if at:
             return whole[:at], own
         ids = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)

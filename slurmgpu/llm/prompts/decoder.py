@@ -130,7 +130,7 @@ class Decoder:
             return Generated(tuple(tokens), (), mark or text_of(tokens[begin - 1 : begin]))
         blanks = self._vocabulary.up_to(told, blank)
         if blanks is None:
-            return Generated((*tokens[:begin], *self._vocabulary.pieces([blank])), (), mark)
+            return Generated((*tokens[:begin], *self._vocabulary.pieces([blank], goes_on=True)), (), mark)
         return Generated((*tokens[:begin], *blanks), tuple(told[len(blanks) :]), mark)
 
     def _channels(self, tokens: Sequence[int], channel: str) -> Iterator[Part]:

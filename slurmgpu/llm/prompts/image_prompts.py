@@ -183,7 +183,8 @@ class ImagePrompts:
             found = self._processor(text=[parts[at]], images=[*images], add_special_tokens=False, return_tensors="pt")
         except REFUSES as error:
             raise PromptError(f"the model's image processor rejects the images: {error}") from error
-        before, after = [*self._codec.vocabulary.pieces(parts[:at])], [*self._codec.vocabulary.pieces(parts[at + 1 :])]
+        vocabulary = self._codec.vocabulary
+        before, after = [*vocabulary.pieces(parts[:at])], [*vocabulary.pieces(parts[at + 1 :], goes_on=True)]
         ids = found["input_ids"]
         tensors = {name: each for name, each in found.items() if name not in ("input_ids", "attention_mask")}
         if wrong := [name for name, each in tensors.items() if not isinstance(each, torch.Tensor) or not each.dim()]:

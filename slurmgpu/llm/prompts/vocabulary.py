@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from slurmgpu.llm.prompts.encoded import PromptError
@@ -13,6 +14,8 @@ CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 HARMONY_START, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 HARMONY_END, HARMONY_OPEN = "<|end|>", "<|start|>"
 HARMONY_ENDS = (HARMONY_END, "<|return|>", "<|call|>", HARMONY_OPEN)
+BEFORE = ("\n", ")", "1")
+"""Texts to tokenise before another one; the first that is not merged with it is used."""
 
 
 class Vocabulary:
@@ -44,10 +47,25 @@ class Vocabulary:
                 f"only {self._n_known} tokens: it was saved without embeddings for what was added to the tokenizer"
             )
 
-    def pieces(self, texts: Sequence[str]) -> Iterator[int]:
-        """The tokens of texts that are parts of one."""
-        for text in texts:
-            yield from self.tokenize(text, add_special_tokens=False)
+    def pieces(self, texts: Sequence[str], *, goes_on: bool = False) -> Iterator[int]:
+        """The tokens of texts that are parts of one; `goes_on` if another part is before them."""
+        for number, text in enumerate(texts):
+            yield from self._going_on(text) if goes_on or number else self._bare(text)
+
+    def _bare(self, text: str) -> list[int]:
+        return self.tokenize(text, add_special_tokens=False)
+
+    def _going_on(self, text: str) -> list[int]:
+        """The tokens of a text after another one: without the blank that some tokenizers, as Llama 2's, put first."""
+        for before in BEFORE if self._puts_blank else ():
+            own, both = self._bare(before), self._bare(before + text)
+            if both[: len(own)] == own:
+                return both[len(own) :]
+        return self._bare(text)
+
+    @cached_property
+    def _puts_blank(self) -> bool:
+        return self._bare(f"{BEFORE[0]}a") != self._bare(BEFORE[0]) + self._bare("a")
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special tokens."""
