@@ -20,6 +20,12 @@ IDENTITY_S = 5.0
 """How long to wait for squeue if the environment may be another job's; a busy slurmctld takes longer."""
 CLOCK_S = (-2.0, 60.0)
 """A job began at most this long ago if this node and slurmctld have the same clock; a long prolog takes longer."""
+OF_ONE_TASK = {
+    **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"), "0"),
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), "1"),
+    **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), "1"),
+}
+"""What srun says to the only process of a job."""
 YEAR_S = 365 * 86400
 """From Slurm 23.02 on, a job without a time limit has this walltime in its environment."""
 
@@ -95,6 +101,15 @@ def take_share(n_gpus: int, tasks_per_node: int, processes: str) -> None:
         ids = [str(number) for number in range(n_gpus * tasks_per_node)]
     if len(ids) > n_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids[rank * n_gpus : (rank + 1) * n_gpus])
+
+
+def as_only_task() -> dict[str, str]:
+    """Variables by which a worker in a job of several tasks takes its task for the job's only one; none in other jobs.
+
+    The tasks are no ranks of one program: one that takes its part of an input by SLURM_PROCID would take a part of each
+    slice, and Lightning would wait for the other ranks, and write no checkpoints on all but one.
+    """
+    return {name: text for name, text in OF_ONE_TASK.items() if name in os.environ} if tasks_here() > 1 else {}
 
 
 def own_job(*, own_array: bool) -> OwnJob:

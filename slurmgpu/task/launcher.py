@@ -19,6 +19,7 @@ from slurmgpu.containers.settings import Container, ContainerError
 from slurmgpu.plan.binds import container_binds
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
+from slurmgpu.slurm.own_job import as_only_task
 from slurmgpu.util.packages import own_python_path
 from slurmgpu.worker.assignment import Assignment
 
@@ -97,7 +98,7 @@ class Launcher:
     ) -> tuple[list[str], dict[str, str]]:
         """The command that runs a module of slurmgpu where the worker runs, and its environment with `environ`."""
         inner = ["-c", START, module, *arguments]
-        own = {**OWN_ENVIRON, **self.run.plan.environ, **environ}
+        own = {**OWN_ENVIRON, **as_only_task(), **self.run.plan.environ, **environ}
         if self.container is None:
             # The worker runs the same slurmgpu as this task, wherever that was imported from.
             return [sys.executable, *inner], {**os.environ, **own, "PYTHONPATH": own_python_path()}

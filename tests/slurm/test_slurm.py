@@ -37,6 +37,7 @@ from tests.support.runs import (
     wait_for_end,
     wait_until,
     wait_until_held,
+    workers,
 )
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
@@ -447,6 +448,9 @@ def test_on_whole_nodes_a_job_has_a_task_for_each_gpu(project, slurmgpu, cluster
     assert sorted(Counter(record["node"] for record in records(folder)).values()) == [4, 4]
     assert sorted(gpu for record in records(folder) for gpu in record["gpus"]) == sorted("01230123")
     assert {record["memory_mb"] for record in records(folder)} == {500}
+    variables = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid, _ in workers(folder / "run")]
+    assert len(variables) == 8  # and none is a rank of a program with four
+    assert all({b"SLURM_PROCID=0", b"SLURM_LOCALID=0", b"SLURM_NTASKS=1"} <= set(each) for each in variables)
     status = json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)
     assert (status["pace"]["n_living"], {job["n_tasks"] for job in status["queue"]}) == (8, {0, 4})
     victim = holders(folder)[0]
