@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -13,7 +12,7 @@ from slurmgpu.report.attempts import AttemptRow, node_of, outcome_of
 from slurmgpu.report.build import MESSAGE_CHARACTERS
 from slurmgpu.report.ledger import energy_in_words, in_words
 from slurmgpu.report.report_file import Report
-from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.failures import POLICIES, without_numbers
 from slurmgpu.run.records import Death, Usage
 from slurmgpu.util.amounts import duration
 
@@ -115,7 +114,7 @@ def item_reasons(report: Report) -> tuple[list[Reason], dict[int, Reason]]:
     of_item = {}
     for item in report["errors"]:
         # Items with the same reason may have different numbers in their messages.
-        key = (item["class"], re.sub(r"\d+", "#", item["message"][:MESSAGE_CHARACTERS]))
+        key = (item["class"], without_numbers(item["message"][:MESSAGE_CHARACTERS]))
         if (reason := reasons.get(key)) is None:
             reason = reasons[key] = Reason(item["class"], cut(item["message"], REASON_CHARACTERS), first=item["index"])
         _join(reason, f"item {item['index']}")
@@ -132,7 +131,7 @@ def attempt_reasons(report: Report) -> list[Reason]:
             said.append((attempt["failure"], attempt["message"], None))
         said += [(death["class"], death["message"], death) for death in attempt["deaths"]]
         for failure, message, death in said:
-            key = (failure, re.sub(r"\d+", "#", str(message)), death is None)
+            key = (failure, without_numbers(str(message)), death is None)
             if (reason := reasons.get(key)) is None:
                 reason = Reason(failure, cut(message, REASON_CHARACTERS), first=attempt["attempt"], death=death)
                 reasons[key] = reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -198,6 +199,11 @@ def class_and_message(error: str) -> tuple[str, str]:
     """The failure class and the message of an item's error."""
     kind, colon, rest = error.partition(": ")
     return (kind, rest) if colon and kind in POLICIES else ("item_error", error)
+
+
+def without_numbers(message: str) -> str:
+    """A message with its numbers replaced: equal for failures that differ in numbers only."""
+    return re.sub(r"\d+(\.\d+)?", "#", message)
 
 
 def is_of_disk(kind: str) -> bool:

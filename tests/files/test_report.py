@@ -15,6 +15,8 @@ import pytest
 
 from slurmgpu import page as pages
 from slurmgpu import results
+from slurmgpu.cli.console import wide_console
+from slurmgpu.cli.views.report import _show_errors
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.item_names import name_of
 from slurmgpu.merge.merge import merge
@@ -158,6 +160,15 @@ def test_items_that_failed_by_the_same_message_are_one_line_of_the_report(projec
     folder = project(workload="Rows", items=lines, settings={"faults": {str(i): "item_error" for i in (2, 5, 6)}})
     shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0).stdout
     assert '  item 2 (text = "line 2") and 2 more: item_error: not this one\n\n' in shown
+
+
+def test_of_too_many_messages_those_that_differ_in_numbers_are_one_line_of_the_report(capsys):
+    found = [(i, "item_error", f"found {i / 2}, expected 1") for i in range(30)] + [(30, "crash", "gone")]
+    errors = [{"index": i, "class": kind, "message": message} for i, kind, message in found]
+    report = {"errors": errors, "n_errors": 31, "errors_by_class": {"item_error": 30, "crash": 1}}
+    _show_errors(wide_console(), report)
+    said = "  item 0 and 29 more like it: item_error: found 0.0, expected 1\n  item 30: crash: gone\n"
+    assert capsys.readouterr().out == f"\nfailed items  30 item_error, 1 crash\n{said}"
 
 
 def test_failed_items_are_told_by_their_first_fields_and_configurations_by_their_settings(project, slurmgpu):

@@ -38,7 +38,7 @@ from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.origin import origin_in_words, origin_of
 from slurmgpu.report.report_file import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.failures import POLICIES, without_numbers
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import shares_gpus
 from slurmgpu.util.amounts import count_of, stretch_of, wide_clock
@@ -205,7 +205,10 @@ def _stretches(holes: Sequence[Hole]) -> list[tuple[Hole, Hole]]:
 
 
 def _show_errors(console: Console, report: Report) -> None:
-    """Print each message once, with the first item that failed with it."""
+    """Print each message once, with the first item that failed with it.
+
+    Of too many messages, those that differ only in numbers count as one.
+    """
     if not report["errors"]:
         return
     classes = ", ".join(f"{count:,} {name}" for name, count in report["errors_by_class"].items())
@@ -214,9 +217,15 @@ def _show_errors(console: Console, report: Report) -> None:
     for item in report["errors"]:
         first_line = plain(item["message"].partition("\n")[0])
         met.setdefault(f"{item['class']}: {first_line}", []).append(item)
+    how = ""
+    if len(met) > MAX_LISTED:
+        alike: dict[str, tuple[str, list[FailedItem]]] = {}
+        for message, items in met.items():
+            alike.setdefault(without_numbers(message), (message, []))[1].extend(items)
+        met, how = dict(alike.values()), " like it"
     for message, items in list(met.items())[:MAX_LISTED]:
         name = f" ({plain(known)})" if (known := items[0].get("name")) else ""
-        more = f" and {len(items) - 1:,} more" if len(items) > 1 else ""
+        more = f" and {len(items) - 1:,} more{how}" if len(items) > 1 else ""
         result(f"  item {items[0]['index']}{name}{more}: {message}")
     show_rest(len(met), "report --json lists them")
     if report["n_errors"] > (n_listed := len(report["errors"])):
