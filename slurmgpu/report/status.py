@@ -95,6 +95,7 @@ class Status(Origin):
     n_shards_claimed: int
     n_errors: int
     errors_by_class: dict[str, int]
+    last_failed: str | None
     code: list[RowsByCode]
     gpu_hours: float
     pace: PaceRecord
@@ -176,7 +177,8 @@ class StatusReader:
         ]
         failures = Counter(failure for failure, _ in verdicts.values() if failure)
         failures.update(row["failure"] for row in unrecorded(merged.rows, verdicts) if row["failure"])
-        errors = merged.errors if is_told(lines, merged.submissions, queue) else _failed(records, published)
+        tells_all = is_told(lines, merged.submissions, queue)
+        errors = merged.errors if tells_all else _failed(records, published)
         return {
             "format": STATUS_FORMAT,
             "version": STATUS_VERSION,
@@ -195,6 +197,7 @@ class StatusReader:
             "n_shards_claimed": len(claimed - published),
             "n_errors": sum(errors.values()),
             "errors_by_class": dict(sorted(errors.items())),
+            "last_failed": None if tells_all or not errors else _last_failed(records),
             "code": list(merged.code),
             "gpu_hours": round(_gpu_hours(records, merged.rows, living, now), 4),
             "pace": pace.to_json(),
@@ -357,6 +360,13 @@ def _failed(records: Iterable[_Shown], published: Collection[int]) -> Mapping[st
     for errors in found.values():
         counts.update(errors)
     return counts
+
+
+def _last_failed(records: Collection[_Shown]) -> str | None:
+    """The last failed item of the newest submission: of its attempt that has written last."""
+    newest = max((record["submission"] for record in records), default=0)
+    told = [record for record in records if record["submission"] == newest and record["last_failed"]]
+    return max(told, key=lambda record: record["updated"])["last_failed"] if told else None
 
 
 def _last_of(path: Path) -> GPUSample | None:

@@ -142,6 +142,7 @@ class BriefRecord(_Heard):
     n_items: int
     n_errors: int
     failed: list[list[Any]]
+    last_failed: str | None
     shard: int | None
     shard_started: float | None
     shard_done: int
@@ -200,6 +201,8 @@ def read_record(content: bytes) -> Record:
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     for name, rule in FIELDS.items():
+        if name not in value and rule.new:
+            value[name] = copy(rule.begin)
         if name not in value:
             raise ValueError(f"it lacks {name}")
         if not rule.check(value[name]):
@@ -307,10 +310,11 @@ def _is_class(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a record: what it may hold, and its initial value."""
+    """A field of a record: what it may hold, and its initial value. Records of former versions may lack a `new` one."""
 
     check: Check
     begin: Any = None
+    new: bool = False
 
 
 _IS_DEATH = _object_of(
@@ -339,6 +343,7 @@ _OF_NAME: Mapping[str, Field] = {
     "surroundings": Field(_is_object, {}),
     "usage": Field(_is_usage, {}),
     "failed": Field(_list_of(_is_failed), []),
+    "last_failed": Field(_or_none(_is_text), new=True),
     "published": Field(_list_of(_is_published), []),
     "deaths": Field(_list_of(_IS_DEATH), []),
     "takeovers": Field(_list_of(_object_of({"shard": _is_count, "from": _is_text, "host": _is_text})), []),

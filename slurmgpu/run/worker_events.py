@@ -98,12 +98,16 @@ class Logged(TypedDict):
 
 
 class Published(TypedDict):
-    """A shard was published; `won` is false if another task was faster. `errors` counts failed items by class."""
+    """A shard was published; `won` is false if another task was faster.
+
+    `errors` counts failed items by class; `last_failed` says which was the last, and why; None without any.
+    """
 
     event: Literal["published"]
     shard: int
     items: int
     errors: dict[str, int]
+    last_failed: str | None
     started: float
     seconds: float
     won: bool

@@ -33,6 +33,7 @@ LONGEST_S = 10.0
 END_PATIENCE_S = 10.0
 """How long an attempt tries to write its end: Slurm's KillWait is 30 s by default."""
 PROGRESS_LENGTH = 200
+LINE_LENGTH = 500
 """A workload's progress text is cut at this many characters."""
 STEP_S = 1.0
 """A clock that moves more than this against the monotonic clock was set; slewing moves it less between two looks."""
@@ -233,6 +234,7 @@ class AttemptWriter:
             record["n_errors"] += sum(event["errors"].values())
             if event["errors"]:
                 record["failed"].append([event["shard"], event["errors"]])
+                record["last_failed"] = plain(event["last_failed"] or "")[:LINE_LENGTH]
         times = round(event["started"], 3), round(event["seconds"], 3)
         revision = [event["revision"]] if event["revision"] else []
         record["published"].append([event["shard"], *times, event["won"], *revision])

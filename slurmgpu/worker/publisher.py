@@ -153,7 +153,12 @@ class Publisher:
 
     def _report(self, one: ComputedShard, won: bool) -> None:
         shard, computed = one.shard, one.computed
-        errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
+        failures = {index: row for index, row in computed.rows.items() if isinstance(row, Failure)}
+        errors = Counter(row.kind for row in failures.values())
+        last_failed = None
+        if failures:
+            index, row = [*failures.items()][-1]
+            last_failed = f"item {index}: {row.kind}: {row.first_line}"
         how = "published" if won else "computed, but another task published it first"
         n_rows = len(computed.rows)
         log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, one.seconds, errors.total(), n_rows)
@@ -163,6 +168,7 @@ class Publisher:
                 "shard": shard,
                 "items": n_rows,
                 "errors": dict(errors),
+                "last_failed": last_failed,
                 "started": one.started,
                 "won": won,
                 "revision": self.run.revision_to_make(shard),

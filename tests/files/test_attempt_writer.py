@@ -55,7 +55,14 @@ def gives_back(at, shard=3):
 
 
 def publishes(at, started, shard=3, won=True):
-    told = {"shard": shard, "items": 8, "errors": {"item_error": 1}, "won": won, "revision": 0}
+    told = {
+        "shard": shard,
+        "items": 8,
+        "errors": {"item_error": 1},
+        "last_failed": "item 3: item_error: no text",
+        "won": won,
+        "revision": 0,
+    }
     return at, "published", {**told, "started": started, "seconds": at - started}
 
 
@@ -170,7 +177,7 @@ def test_what_it_published_says_whether_another_was_first(attempt):
     record = attempt(claim(1), publishes(3, 1), claim(3, 4), publishes(9, 3, 4, won=False))
     assert record["published"] == [[3, 1.0, 2.0, True], [4, 3.0, 6.0, False]]
     assert (record["n_items"], record["n_errors"], record["shard"]) == (8, 1, None)
-    assert record["failed"] == [[3, {"item_error": 1}]]
+    assert (record["failed"], record["last_failed"]) == ([[3, {"item_error": 1}]], "item 3: item_error: no text")
 
 
 def test_what_a_workload_told_last_stands_until_there_is_more_of_it_or_its_worker_is_gone(attempt):

@@ -471,7 +471,8 @@ def failing_run(run):
     """Of two shards items have failed, as the first task and the second one wrote."""
     for task, errors in enumerate(({"item_error": 2}, {"item_error": 1, "crash": 1})):
         [[shard, *_], *_] = json.loads((run.tasks / f"4711_{task}.0.json").read_text())["published"]
-        change(run, f"4711_{task}.0", n_errors=2, failed=[[shard, errors]])
+        said = f"item {task}: item_error: no text"
+        change(run, f"4711_{task}.0", n_errors=2, failed=[[shard, errors]], last_failed=said, updated=NOW + task)
     return run
 
 
@@ -480,14 +481,26 @@ def computed_anew(run, task, shard, **errors):
     record = json.loads((run.tasks / f"4711_{task}.0.json").read_text())
     name, failed = f"4800_{task}.0", [[shard, errors]] if errors else []
     record |= {"attempt": name, "job": "4800", "submission": 2, "published": [[shard, NOW, 5.0, True]]}
-    record |= {"failed": failed, "n_errors": sum(errors.values())}
+    last = f"item 7: {[*errors][-1]}: too long" if errors else None
+    record |= {"failed": failed, "n_errors": sum(errors.values()), "last_failed": last}
     write_json(run.tasks / f"{name}.json", record, durable=False)
 
 
-def test_failed_items_are_told_by_class_as_they_happen(failing_run):
+def test_failed_items_are_told_by_class_as_they_happen(failing_run, capsys):
     status = read_status(failing_run, now=NOW)
     assert (status["n_errors"], status["errors_by_class"]) == (4, {"crash": 1, "item_error": 3})
     assert failure_words(status) == "items: 1 crash, 3 item_error"
+    assert status["last_failed"] == "item 1: item_error: no text"
+    show_status(status)
+    told = "failed items: 1 crash, 3 item_error\nthe last of them: item 1: item_error: no text\n"
+    assert told in capsys.readouterr().out
+
+
+def test_records_of_versions_that_told_no_last_failed_item_are_read(failing_run):
+    for path in failing_run.tasks.glob("*.json"):
+        write_json(path, {key: value for key, value in json.loads(path.read_text()).items() if key != "last_failed"})
+    status = read_status(failing_run, now=NOW)
+    assert (status["n_errors"], status["last_failed"], status["damaged_records"]) == (4, None, [])
 
 
 def test_items_that_were_set_aside_or_computed_anew_have_failed_no_more(failing_run):
@@ -499,9 +512,12 @@ def test_items_that_were_set_aside_or_computed_anew_have_failed_no_more(failing_
     assert reader.read(now=NOW + 20)["errors_by_class"] == {"crash": 1, "item_error": 1}
     failing_run.shard_path(shard).touch()
     computed_anew(failing_run, 0, shard)
-    assert reader.read(now=NOW + 40)["errors_by_class"] == {"crash": 1, "item_error": 1}
+    status = reader.read(now=NOW + 40)
+    assert (status["errors_by_class"], status["last_failed"]) == ({"crash": 1, "item_error": 1}, None)
     computed_anew(failing_run, 0, shard, cuda_oom=1)
-    assert reader.read(now=NOW + 60)["errors_by_class"] == {"crash": 1, "cuda_oom": 1, "item_error": 1}
+    status = reader.read(now=NOW + 60)
+    assert status["errors_by_class"] == {"crash": 1, "cuda_oom": 1, "item_error": 1}
+    assert status["last_failed"] == "item 7: cuda_oom: too long"
 
 
 def test_of_a_run_that_has_ended_the_report_tells_what_failed_and_what_it_cost(failing_run):
@@ -510,7 +526,7 @@ def test_of_a_run_that_has_ended_the_report_tells_what_failed_and_what_it_cost(f
     failing_run.record_submission({"submission": 1, "state": "ended"})
     (failing_run.folder / "report.json").write_text(json.dumps(report))
     status = read_status(failing_run, [], now=NOW + 500)
-    assert (status["n_errors"], status["errors_by_class"]) == (1, {"cuda_oom": 1})
+    assert (status["n_errors"], status["errors_by_class"], status["last_failed"]) == (1, {"cuda_oom": 1}, None)
     assert status["gpu_hours"] == report["gpu_hours"] > 4
     # Not of what was submitted since, and was cancelled before it was merged.
     failing_run.record_submission(

@@ -766,6 +766,8 @@ def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, 
     assert "recomputes 2 failed items" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     failed = sorted(each for record in records(folder) for each in record["failed"])
     assert failed == [[2, {"item_error": 1}], [4, {"crash": 1}]]
+    said = "item 33: crash: the worker died by SIGSEGV"
+    assert said in [record["last_failed"] for record in records(folder)]
     kept = shard_times(folder)
     source = (
         (folder / "workloads.py").read_text().replace("if fault := self.faults.get(item.index)", "if fault := None")

@@ -78,6 +78,8 @@ def _show_progress(console: Console, status: Status, tells_origin: bool) -> None
         result(f"code: {in_words_of(versions)}")
     if status["n_errors"]:
         result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
+    if status["last_failed"]:
+        result(f"the last of them: {plain(status['last_failed'])}")
 
 
 def _show_unrecorded(status: Status) -> None:
