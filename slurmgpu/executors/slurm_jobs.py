@@ -60,7 +60,7 @@ def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any
     with commands.outside_job(), safe_path():
         folders = [run.folder] * submission.n_jobs
         numbers = [submission.submission] * len(folders)
-        jobs = _queue(run, "array", lambda: array.map_array(job_entry.run_task, folders, numbers), submission.exclude)
+        jobs = _queue(run, "array", lambda: array.map_array(job_entry.run_task, folders, numbers), submission)
         array_job = array_of(jobs[0].job_id)
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
@@ -115,7 +115,7 @@ def _first_sentence(error: BaseException) -> str:
     return str(error).partition(". ")[0].rstrip(".")
 
 
-def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = (), undone: str = "") -> Any:
+def _queue(run: Run, job: str, submit_jobs: Any, array: Submission | None = None, undone: str = "") -> Any:
     try:
         # Submitit also prints to stderr what it raises.
         with contextlib.redirect_stderr(io.StringIO()):
@@ -137,7 +137,9 @@ def _queue(run: Run, job: str, submit_jobs: Any, excluded: Sequence[str] = (), u
                 f"`slurmgpu cancel {run.typed}` removes such a job, and `slurmgpu resubmit {run.typed}` submits the "
                 "run."
             ) from error
-        remedy = _let_back_in(excluded)
+        remedy = _let_back_in(array.exclude) if array else ""
+        if array and array.tasks_per_node > 1 and "node configuration" in said:
+            remedy += f"{array.tasks_per_node} tasks share a job: --tasks-per-node says how many. "
         if "SubmitJob" in said:  # QOSMaxSubmitJobPerUserLimit, AssocGrpSubmitJobsLimit …
             remedy += "Your other jobs in the queue count as well: wait until they end, or submit fewer tasks. "
         if "Invalid generic resource" in said:

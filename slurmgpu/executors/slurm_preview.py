@@ -47,7 +47,7 @@ def respect_limits(
     if known is None:
         account = asked.sbatch_options.get("account")
         is_alone = "exclusive" in asked.sbatch_options
-        known = facts.read_facts(commands.configuration(), account, with_gpus=is_alone)
+        known = facts.read_facts(commands.configuration(), account, with_nodes=is_alone)
         for note in known.notes:
             log.info("%s", note)
     asked, shared = share_nodes(asked, known)

@@ -33,38 +33,49 @@ T = TypeVar("T")
 Row = Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Node:
+    """What jobs may have of a node: GPUs by type, CPUs, memory in MB; without what Slurm keeps back for the system.
+
+    `cpus_per_core` is more than 1 where a CPU is a hardware thread.
+    """
+
+    gpus: Mapping[str, int]
+    cpus: int
+    megabytes: int
+    cpus_per_core: int = 1
+
+
 @dataclass
 class Facts:
     """A cluster's limits in Slurm's own terms; if a command did not answer, its part is empty, and a note says so.
 
-    `partitions` are by name, and so are `gpus`, for each node of a partition its GPUs by type, and `sizes`, in the same
-    order the node's CPUs and its memory in MB. `associations` are this user's with the account, those of the account,
-    and those of the accounts above it; they and `qos` are empty if they are not enforced.
+    `partitions` are by name, and so are `nodes`, those of each partition. `associations` are this user's with the
+    account, those of the account, and those of the accounts above it; they and `qos` are empty if they are not
+    enforced.
     """
 
     user: str = field(default_factory=own_name)
     config: Mapping[str, str] = field(default_factory=dict)
     partitions: Mapping[str, Row] = field(default_factory=dict)
-    gpus: Mapping[str, Sequence[Mapping[str, int]]] = field(default_factory=dict)
-    sizes: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    nodes: Mapping[str, Sequence[Node]] = field(default_factory=dict)
     default_account: str = ""
     associations: Sequence[Row] = ()
     qos: Mapping[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def read_facts(config: Mapping[str, str], account: str | None = None, *, with_gpus: bool = True) -> Facts:
-    """Ask scontrol, sinfo and sacctmgr; `account` is the submission's, None for the default.
+def read_facts(config: Mapping[str, str], account: str | None = None, *, with_nodes: bool = True) -> Facts:
+    """Ask scontrol and sacctmgr; `account` is the submission's, None for the default.
 
-    `config` is what `commands.configuration` answered. Without `with_gpus`, sinfo is asked only where a partition gives
-    whole nodes, whose GPUs may idle.
+    `config` is what `commands.configuration` answered. Without `with_nodes`, these are asked for only where a partition
+    gives whole ones, whose GPUs may idle.
     """
     facts = Facts(config=config)
     notes = facts.notes
     facts.partitions = _asked("Limits of partitions are", _partitions, {}, notes)
-    if with_gpus or any(whole_nodes(row) for row in facts.partitions.values()):
-        none: Nodes = ({}, {})
-        facts.gpus, facts.sizes = _asked("GPUs of partitions are", _nodes, none, notes)
+    if with_nodes or any(whole_nodes(row) for row in facts.partitions.values()):
+        facts.nodes = _asked("GPUs of partitions are", lambda: _nodes(facts.partitions), {}, notes)
     enforced = facts.config.get("AccountingStorageEnforce", "limits")
     if not re.search("limits|safe", enforced):
         notes.append(f"Limits of QOSes and associations are not enforced here: AccountingStorageEnforce = {enforced}.")
@@ -132,23 +143,29 @@ def _partitions() -> dict[str, Row]:
     return found
 
 
-Nodes = tuple[Mapping[str, Sequence[Mapping[str, int]]], Mapping[str, Sequence[tuple[int, int]]]]
-"""The GPUs of the nodes of each partition by type, and their CPUs and MB."""
+def _nodes(partitions: Mapping[str, Row]) -> dict[str, list[Node]]:
+    found: dict[str, list[Node]] = {name: [] for name in partitions}
+    for line in commands.run("scontrol", "--all", "--oneliner", "show", "node").splitlines():
+        told: dict[str, str] = {}
+        for key, value in re.findall(r"(?<!\S)(\w+)=(\S*)", line):
+            told.setdefault(key, value)  # an administrator's words come last
+        if "NodeName" in told:
+            for name in filter(None, told.get("Partitions", "").split(",")):
+                found.setdefault(name, []).append(_node(told))
+    if not any(found.values()):
+        raise SlurmUnavailableError("scontrol shows no node: slurm.conf may hide them (PrivateData).")
+    return found
 
 
-def _nodes() -> Nodes:
-    gpus: dict[str, list[dict[str, int]]] = {}
-    sizes: dict[str, list[tuple[int, int]]] = {}
-    # sinfo prints the least CPUs and memory of the nodes in a line, with "+" if they differ.
-    asked = ("sinfo", "--noheader", "--all", "--format", "%R\x1f%D\x1f%G\x1f%c\x1f%m")
-    for name, n_nodes, gres, cpus, megabytes in commands.table("\x1f", 5, *asked):
-        kinds: dict[str, int] = {}
-        for kind, count in GPUS.findall(gres):
-            kinds[kind] = kinds.get(kind, 0) + int(count)
-        size = int(cpus.strip().rstrip("+")), int(megabytes.strip().rstrip("+"))
-        gpus.setdefault(name.strip(), []).extend([kinds] * int(n_nodes))
-        sizes.setdefault(name.strip(), []).extend([size] * int(n_nodes))
-    return gpus, sizes
+def _node(told: Row) -> Node:
+    """A node as scontrol shows it; before Slurm 22.05 without CPUEfctv."""
+    gpus: dict[str, int] = {}
+    for kind, count in GPUS.findall(told.get("Gres", "")):
+        gpus[kind] = gpus.get(kind, 0) + int(count)
+    n_all, n_cores = int(told["CPUTot"]), int(told["Sockets"]) * int(told["CoresPerSocket"])
+    megabytes = int(told["RealMemory"]) - int(told.get("MemSpecLimit", "0"))
+    # A site may count cores as CPUs, by CPUs= in slurm.conf, also where a core has two threads.
+    return Node(gpus, int(told.get("CPUEfctv", n_all)), megabytes, max(1, n_all // n_cores))
 
 
 def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list[Row], dict[str, Row]]:

@@ -216,7 +216,7 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
         refuses = facts.config.get("EnforcePartLimits", "NO") != "NO"
         never = REFUSED if refuses else f"{NEVER} (PartitionTimeLimit)"
         yield _of_walltime(asked, f"MaxTime of partition {name}", partition.get("MaxTime", ""), never)
-    if name not in facts.gpus:
+    if name not in facts.nodes:
         return
     counts = gpus_of_nodes(asked, facts, name)
     what = f"{asked.gpu_type} GPUs" if asked.gpu_type else "GPUs"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from slurmgpu.run.submissions import Submission, megabytes_of
-from slurmgpu.slurm.facts import Facts, Row, whole_nodes
+from slurmgpu.slurm.facts import Facts, Node, Row, whole_nodes
 
 
 def empty_partitions(submission: Submission, facts: Facts) -> list[str]:
     """The partitions of a submission that have no nodes, so that no task starts there."""
-    return [name for row in partitions_of(submission, facts) if facts.gpus.get(name := row["PartitionName"]) == []]
+    return [name for row in partitions_of(submission, facts) if facts.nodes.get(name := row["PartitionName"]) == []]
 
 
 def tasks_of_whole_nodes(submission: Submission, facts: Facts) -> int:
@@ -23,17 +24,25 @@ def tasks_of_whole_nodes(submission: Submission, facts: Facts) -> int:
 
 def _tasks_of_nodes(submission: Submission, facts: Facts, partition: str) -> list[int]:
     """How many tasks fit on each node of a partition that has GPUs for one."""
-    nodes = zip(gpus_of_nodes(submission, facts, partition), facts.sizes.get(partition, ()), strict=False)
-    return [_tasks_of_node(submission, *node) for node in nodes if node[0] >= submission.whole_gpus_per_task]
+    nodes, least = facts.nodes.get(partition, ()), submission.whole_gpus_per_task
+    return [_tasks_of_node(submission, node) for node in nodes if _gpus_of(node, submission) >= least]
 
 
-def _tasks_of_node(submission: Submission, n_gpus: int, size: tuple[int, int]) -> int:
-    """How many tasks fit on a node with so many GPUs, and its CPUs and MB."""
-    options, per_task = submission.slurm, submission.gpus_per_task
+def _tasks_of_node(submission: Submission, node: Node) -> int:
+    """How many tasks fit on a node."""
+    options, per_task, n_gpus = submission.slurm, submission.gpus_per_task, _gpus_of(node, submission)
     cpus = _number(options.get("cpus_per_task")) or _number(options.get("cpus_per_gpu")) * per_task or 1
     asked = (("mem", 1), ("mem_per_cpu", cpus), ("mem_per_gpu", per_task))
     memory = next((math.ceil(megabytes_of(str(options[name])) or 0) * n for name, n in asked if options.get(name)), 0)
-    return max(1, min(n_gpus // per_task, size[0] // cpus, size[1] // memory if memory else n_gpus))
+    in_memory = node.megabytes // memory if memory else n_gpus
+    return max(1, min(n_gpus // per_task, _usable_cpus(options, node) // cpus, in_memory))
+
+
+def _usable_cpus(options: Mapping[str, object], node: Node) -> int:
+    """The CPUs of a node that tasks count: one of a core, where they ask for no second thread."""
+    is_alone = options.get("hint") in ("nomultithread", "compute_bound")
+    n_threads = 1 if is_alone else _number(options.get("threads_per_core")) or node.cpus_per_core
+    return node.cpus * min(n_threads, node.cpus_per_core) // node.cpus_per_core
 
 
 def _number(option: object) -> int:
@@ -42,8 +51,11 @@ def _number(option: object) -> int:
 
 def gpus_of_nodes(submission: Submission, facts: Facts, partition: str) -> list[int]:
     """The GPUs of each node of a partition, of the type that is asked for."""
-    kind = submission.gpu_type
-    return [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus.get(partition, ())]
+    return [_gpus_of(node, submission) for node in facts.nodes.get(partition, ())]
+
+
+def _gpus_of(node: Node, submission: Submission) -> int:
+    return node.gpus.get(submission.gpu_type, 0) if submission.gpu_type else sum(node.gpus.values())
 
 
 def idle_gpus(submission: Submission, facts: Facts) -> list[str]:

@@ -527,9 +527,10 @@ def test_lines_of_a_sites_wrapper_around_an_answer_are_passed_over(pretending):
     assert (found.accounts, found.qos) == (["lab"], ["lab"])
     answer("squeue", f"{OWN}|12|afterany:7(unfulfilled)")
     assert queue.dependents("7") == [("12", "afterany:7")]
-    answer("sinfo", "gpu\x1f2\x1fgpu:a100:4\x1f64\x1f257000")
+    node = "NodeName=n1 CPUTot=64 Gres=gpu:a100:4 RealMemory=257000 Sockets=2 CoresPerSocket=32 Partitions=gpu"
+    answer("scontrol", node)
     known = facts.read_facts({})
-    assert known.gpus == {"gpu": [{"a100": 4}] * 2}
+    assert known.nodes == {"gpu": [facts.Node({"a100": 4}, 64, 257_000)]}
     assert known.default_account == "lab"
 
 

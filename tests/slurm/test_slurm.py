@@ -668,11 +668,13 @@ def test_types_of_gpus_nodes_and_setup_reach_the_script(project, slurmgpu, clust
     assert array.index("export SHEEP=wool") < array.index("srun")
 
 
-def test_a_type_of_gpu_that_the_cluster_lacks_is_refused_and_nothing_stays(project, slurmgpu):
-    folder = project(8)
+def test_what_the_cluster_lacks_is_refused_and_nothing_stays(project, slurmgpu):
+    folder = project(160)
     done = slurmgpu(*SUBMIT, "--gpus", "1", "--gpu-type", "h900", cwd=folder, expect=2)
     assert "Slurm refuses the array job" in done.stderr
     assert not (folder / "run").exists()
+    done = slurmgpu(*SUBMIT, "--gpus", "4", "--tasks-per-node", "4", "--slurm", "cpus_per_task=5", cwd=folder, expect=2)
+    assert "is not available. 4 tasks share a job: --tasks-per-node says how many." in done.stderr
 
 
 ODD = "one\ntwo\x1e\nthree\x1ffour\x85five\u2028six"

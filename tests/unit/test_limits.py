@@ -11,7 +11,7 @@ from slurmgpu.executors.interface import Preview
 from slurmgpu.executors.slurm_preview import respect_limits
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm import commands, facts
-from slurmgpu.slurm.facts import Facts, Trial
+from slurmgpu.slurm.facts import Facts, Node, Trial
 from slurmgpu.slurm.limits import limits_of
 from slurmgpu.slurm.nodes import empty_partitions
 from slurmgpu.slurm.survey import survey
@@ -38,13 +38,12 @@ def asking(resources, **asked):
     return replace(submission(**asked), resources=resources)
 
 
-def cluster_of(partition=PARTITION, association=USERS, qos=None, gpus=(4, 4), size=(64, 256_000), **config):
+def cluster_of(partition=PARTITION, association=USERS, qos=None, gpus=(4, 4), size=(64, 256_000, 1), **config):
     return Facts(
         user="ada",
         config=config,
         partitions={"gpu": partition},
-        gpus={"gpu": [{"a100": count} for count in gpus]},
-        sizes={"gpu": [size] * len(gpus)},
+        nodes={"gpu": [Node({"a100": count}, *size) for count in gpus]},
         default_account="lab",
         associations=[association],
         qos={"normal": {**QOS, "Name": "normal", **(qos or {})}},
@@ -211,6 +210,12 @@ def test_of_gpus_that_idle_on_whole_nodes_submit_and_its_dry_run_tell(asked, kno
         (submission(mem_per_gpu="200000"), {"partition": WHOLE}, 8, 1),
         (submission(mem_per_cpu="8G", cpus_per_task=10), {"partition": WHOLE}, 9, 3),
         (submission(mem="0"), {"partition": WHOLE}, 8, 4),
+        # Of 64 CPUs, 60 are left for jobs, and 30 cores.
+        (submission(cpus_per_task=16), {"partition": WHOLE, "size": (60, 250_000, 2)}, 9, 3),
+        (submission(cpus_per_task=15), {"partition": WHOLE, "size": (60, 250_000, 2)}, 8, 4),
+        (submission(cpus_per_task=15, hint="nomultithread"), {"partition": WHOLE, "size": (60, 250_000, 2)}, 8, 2),
+        (submission(cpus_per_task=15, threads_per_core=1), {"partition": WHOLE, "size": (60, 250_000, 2)}, 8, 2),
+        (submission(cpus_per_task=15, threads_per_core=2), {"partition": WHOLE, "size": (60, 250_000, 1)}, 8, 4),
         (submission(mem="2T"), {"partition": WHOLE}, 8, 1),
         (submission(gres="shard:1"), {"partition": WHOLE}, 8, 1),
         (submission(gpu_bind="closest"), {"partition": WHOLE}, 8, 1),
@@ -270,18 +275,37 @@ def test_the_verdict_names_the_tables_of_the_job_that_slurm_refuses(refused, tab
     assert f"job. Correct {tables}" in Shown({}, Preview(submission(), trials=trials), {}).verdict
 
 
+NODE = "NodeName=n1 CPUAlloc=0 CPUTot=64 Gres=gpu:a100:4(S:0-1) RealMemory=257000 Sockets=2 CoresPerSocket=32"
+"""A part of what scontrol shows of a node, before Slurm 22.05; partitions, and an administrator's words, follow."""
+SPARE = f"{NODE} CPUEfctv=60 MemSpecLimit=7000"
+THREADS = SPARE.replace("CoresPerSocket=32", "CoresPerSocket=16")
+
+
 @pytest.mark.parametrize("over_subscribe", ["EXCLUSIVE", "NO"])
 def test_submit_asks_for_gpus_only_where_a_partition_gives_whole_nodes(monkeypatch, over_subscribe):
-    answers = {
-        "scontrol": f"PartitionName=gpu Default=YES OverSubscribe={over_subscribe}\n",
-        "sinfo": "gpu\x1f2\x1fgpu:a100:4\x1f64+\x1f257000+\n",
-    }
-    monkeypatch.setattr(commands, "run", lambda *command, **environ: answers.get(command[0], ""))
-    known = facts.read_facts({}, "lab", with_gpus=False)
-    is_asked = over_subscribe == "EXCLUSIVE"
-    assert (known.gpus, known.sizes) == (
-        ({"gpu": [{"a100": 4}] * 2}, {"gpu": [(64, 257_000)] * 2}) if is_asked else ({}, {})
-    )
+    partition = f"PartitionName=gpu Default=YES OverSubscribe={over_subscribe}\n"
+    answers = {"partition": partition, "node": f"{NODE} Partitions=gpu \n"}
+    monkeypatch.setattr(commands, "run", lambda *command, **environ: answers.get(command[-1], ""))
+    known = facts.read_facts({}, "lab", with_nodes=False)
+    nodes = {"gpu": [Node({"a100": 4}, 64, 257_000)]} if over_subscribe == "EXCLUSIVE" else {}
+    assert known.nodes == nodes
+
+
+@pytest.mark.parametrize(
+    ("told", "node"),
+    [
+        (NODE, Node({"a100": 4}, 64, 257_000)),
+        (SPARE, Node({"a100": 4}, 60, 250_000)),
+        (THREADS, Node({"a100": 4}, 60, 250_000, 2)),
+        (NODE.replace("gpu:a100:4(S:0-1)", "(null)"), Node({}, 64, 257_000)),
+    ],
+)
+def test_what_jobs_may_have_of_a_node_is_read(monkeypatch, told, node):
+    line = f"{told} Partitions=gpu,long OS=Linux 6.1 #1 SMP Reason=bad Gres=gpu:9 [root@2026-11-29T10:00:00]\n"
+    partitions = "".join(f"PartitionName={name}\n" for name in ("gpu", "long", "empty"))
+    answers = {"partition": partitions, "node": line}
+    monkeypatch.setattr(commands, "run", lambda *command, **environ: answers.get(command[-1], ""))
+    assert facts.read_facts({}).nodes == {"gpu": [node], "long": [node], "empty": []}
 
 
 @pytest.mark.parametrize(
@@ -430,7 +454,8 @@ def test_a_survey_has_the_accounts_of_this_cluster_alone(monkeypatch):
 
 
 def test_a_type_of_gpu_is_counted_alone():
-    known = Facts(partitions={"gpu": PARTITION}, gpus={"gpu": [{"a100": 4}, {"h100": 8, "": 1}]})
+    nodes = [Node({"a100": 4}, 64, 256_000), Node({"h100": 8, "": 1}, 64, 256_000)]
+    known = Facts(partitions={"gpu": PARTITION}, nodes={"gpu": nodes})
     asked = Submission(1, "slurm", "auto", 16, 16, 1, gpu_type="h100")
     assert what_happens(asked, known)["h100 GPUs of partition gpu"].startswith("8 of its tasks")
 
@@ -463,9 +488,7 @@ def test_one_dead_command_costs_its_limits_alone(monkeypatch):
     def answer(*command, **environ):
         if command[0] == "sacctmgr":
             raise commands.SlurmUnavailableError("sacctmgr did not answer within 30 s.")
-        return {"sinfo": "gpu\x1f2\x1fgpu:a100:4\x1f64\x1f257000\n"}.get(
-            command[0], "PartitionName=gpu Default=YES MaxTime=1:00:00"
-        )
+        return {"node": f"{NODE} Partitions=gpu"}.get(command[-1], "PartitionName=gpu Default=YES MaxTime=1:00:00")
 
     monkeypatch.setattr(commands, "run", answer)
     known = facts.read_facts({})
@@ -474,7 +497,7 @@ def test_one_dead_command_costs_its_limits_alone(monkeypatch):
 
 
 def test_limits_that_are_not_enforced_are_not_shown(monkeypatch):
-    monkeypatch.setattr(commands, "run", lambda *command, **environ: {"scontrol": "", "sinfo": ""}[command[0]])
+    monkeypatch.setattr(commands, "run", lambda *command, **environ: {"scontrol": ""}[command[0]])
     assert "not enforced" in facts.read_facts({"AccountingStorageEnforce": "associations"}).notes[-1]
 
 
@@ -538,7 +561,7 @@ def test_an_array_has_no_more_tasks_than_the_scheduler_takes_in_one():
 def test_a_partition_without_nodes_is_told():
     known = cluster_of()
     known.partitions = {**known.partitions, "empty": {**PARTITION, "PartitionName": "empty", "Default": "NO"}}
-    known.gpus = {**known.gpus, "empty": []}
+    known.nodes = {**known.nodes, "empty": []}
     both, alone = submission(partition="gpu,empty"), submission(partition="empty")
     assert empty_partitions(both, known) == ["empty"]
     assert not any("empty" in name for name in what_happens(both, known))
