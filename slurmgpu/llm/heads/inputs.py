@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmgpu.llm.heads.head import HeadInput
 from slurmgpu.llm.interface.engine import Composed, EngineOptions, Message, Prompt
-from slurmgpu.llm.prompts.codec import Codec, refuse_surrogates
+from slurmgpu.llm.prompts.codec import Codec, refuse_surrogates, without
 from slurmgpu.llm.prompts.encoded import PromptError
 from slurmgpu.llm.prompts.truncation import shorten
 
@@ -87,7 +87,7 @@ class HeadCodec:
         return self._single(asked)
 
     def _single(self, asked: HeadInput) -> EncodedInput:
-        body = self._pieces(self.codec.cut(asked.prompt.plain))
+        body = without(self._before, tuple(self._pieces(self.codec.cut(asked.prompt.plain))))
         room = self._context - len(self._before) - len(self._after)
         n_cut = max(0, len(body) - room) if self._cut else 0
         body = body[: len(body) - n_cut]
@@ -134,8 +134,9 @@ class HeadCodec:
             if len(ends) != len(steps):
                 raise PromptError(f"the chat template shows {len(ends)} of {len(steps)} steps")
             return EncodedInput(asked.id, tuple(tokens), ends=tuple(ends))
-        bos, end = self._tokenizer.bos_token_id, self._pieces(self._step_end)
-        tokens = [*([] if bos is None else [bos]), *self._pieces(self.codec.cut(asked.prompt.plain))]
+        end = self._pieces(self._step_end)
+        bos = () if self._tokenizer.bos_token_id is None else (self._tokenizer.bos_token_id,)
+        tokens = [*bos, *without(bos, tuple(self._pieces(self.codec.cut(asked.prompt.plain))))]
         ends = []
         for step in steps:
             tokens += [*self._pieces(self.codec.cut(step)), *end]

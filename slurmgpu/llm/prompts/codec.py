@@ -54,6 +54,11 @@ def _add_images(messages: list[Mapping[str, Any]], number: int, *, behind_exampl
     messages[place] = {**messages[place], IMAGES: number}
 
 
+def without(start: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens without `start` at their beginning, such as the BOS token that a prompt has itself."""
+    return tokens[len(start) :] if start and tokens[: len(start)] == start else tokens
+
+
 def _shaped(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Messages for a chat template; if one of them has images, each content is a list of parts."""
     if not any(IMAGES in message for message in messages):
@@ -238,7 +243,7 @@ class Codec:
         return False
 
     def tokens_of(self, text: str, *, is_whole: bool) -> tuple[int, ...]:
-        """The tokens of a text; if it is not whole, with the tokenizer's own tokens at its beginning."""
+        """The tokens of a text; if it is not whole, with the tokenizer's own tokens at its beginning, once."""
         [tokens] = self.tokens_of_each([text], is_whole=is_whole)
         return tokens
 
@@ -255,13 +260,15 @@ class Codec:
         """The same for several texts, which is faster than one by one."""
         split = [self.parts(text) for text in texts]
         found = []
-        end = () if is_whole else self.own_tokens[1]
+        before, end = ((), ()) if is_whole else self.own_tokens
         firsts = self._tokenizer([first for first, *_ in split], add_special_tokens=not is_whole)["input_ids"]
         for tokens, (_, *rest) in zip(firsts, split, strict=True):
             # Some tokenizers also add an end token, but the text continues here; one in the text itself is kept.
             n_kept = max(1, len(tokens) - len(end))
-            tokens = tokens[:n_kept] if tuple(tokens[n_kept:]) == end else tokens
-            tokens = (*tokens, *self.vocabulary.pieces(rest, goes_on=True))
+            tokens = tuple(tokens[:n_kept] if tuple(tokens[n_kept:]) == end else tokens)
+            n_before = len(before)
+            tokens = (*tokens[:n_before], *without(before, tokens[n_before:]))
+            tokens += tuple(self.vocabulary.pieces(rest, goes_on=True))
             if not tokens:
                 raise PromptError("the prompt is empty; expected at least one token")
             self.vocabulary.check_known(tokens)
@@ -286,10 +293,9 @@ class Codec:
         if at is None:
             raise PromptError("the tokenizer gives the text different tokens after the tokens that it adds itself")
         own += tuple(self.vocabulary.pieces(rest, goes_on=True))
-        if at:
-            return whole[:at], own
         ids = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
-        return next(((number,) for number in ids if number is not None), ()), own
+        before = whole[:at] or next(((number,) for number in ids if number is not None), ())
+        return before, without(before, own)
 
     def _to_answer(self, text: str) -> str:
         """The text to append to the template's text so that the model answers without reasoning."""
