@@ -156,10 +156,7 @@ class _Search:
         if told is not None and (match := failure_of(self.index).search(told.text)):
             return match[1], re.sub(TRACEBACK_ELSEWHERE, "", match[2])
         quarantined = read_history(self.run.claims.folder, self.shard).quarantined.get(self.index)
-        if quarantined is None:
-            return None
-        kind, _, message = quarantined.partition(": ")
-        return kind, message
+        return None if quarantined is None else class_and_message(quarantined)
 
     def _in_report(self) -> tuple[str, str] | tuple[()] | None:
         """The item's failure in the report, () for a good row, None if the report is out of date."""

@@ -15,7 +15,7 @@ from slurmgpu.inputs.keys import name_by
 from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.names import title_of
 from slurmgpu.run.crash_history import History
-from slurmgpu.run.failures import LOADING, POLICIES
+from slurmgpu.run.failures import LOADING, POLICIES, class_and_message
 from slurmgpu.shards.columns import Column
 from slurmgpu.util.broken_process import is_used_up
 from slurmgpu.util.chance import CHANCE
@@ -250,8 +250,7 @@ class Computer:
     def _compute_alone(self, batch: Sequence[Item], history: History, shard: _Shard) -> None:
         for item in batch:
             if item.index in history.quarantined:
-                kind, _, message = history.quarantined[item.index].partition(": ")
-                deadly = shard.done.rows[item.index] = Failure(kind, message)
+                deadly = shard.done.rows[item.index] = Failure(*class_and_message(history.quarantined[item.index]))
                 self._log(shard, item.index, deadly)
             else:
                 self._call_narrowing([item], shard, isolated=True)

@@ -745,6 +745,12 @@ def test_a_sort_key_orders_the_batches_and_not_the_rows():
     assert list(computed.rows) == list(range(8))
 
 
+def test_a_quarantined_item_whose_failure_class_is_unknown_fails_like_any_other_item():
+    """A history may be damaged, or a later slurmgpu's: a record with an unknown class is left out of every report."""
+    computed = compute(Recorder(), history=History(quarantined={0: "melted: the card is gone"}))
+    assert str(computed.rows[0].to_row()) == "item_error: melted: the card is gone"
+
+
 def test_an_isolated_batch_is_computed_item_by_item_without_the_quarantined():
     workload = Recorder()
     calls = []
