@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TypedDict
 
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.records import Record
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import Submission, megabytes_of
 from slurmgpu.util.amounts import about, size_of, time_words
 
 FORECAST_FORMAT = "slurmgpu forecast"
@@ -301,19 +300,12 @@ def _on_memory(submission: Submission, seen: Observed) -> list[str]:
     peak, total = size_of(host_peak), size_of(host_total)
     n_enough = max(1, math.ceil(1.5 * host_peak / 1024**3))
     enough = f"{n_enough}G"
-    asked = _asked_bytes(submission.slurm.get("mem"))
+    asked = megabytes_of(str(submission.slurm.get("mem")))  # 0 is all memory
     if share > NEAR_FULL:
         notes.append(f'Host memory is nearly full: {peak} of {total}. mem = "{enough}" under [slurm] leaves room.')
-    elif share < HARDLY_USED and asked is not None and n_enough * 1024**3 < asked:
+    elif share < HARDLY_USED and asked and n_enough * 1024 < asked:
         notes.append(f'Host memory is hardly used: {peak} of {total}. mem = "{enough}" under [slurm] may start sooner.')
     return notes
-
-
-def _asked_bytes(mem: object) -> int | None:
-    """The bytes of sbatch's `--mem`, whose default unit is megabytes; None for all memory or no value."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", str(mem), re.IGNORECASE)
-    n_units = int(found[1]) if found else 0
-    return n_units * 1024 ** (" KMGT".index(found[2].upper() or "M")) if found and n_units else None
 
 
 def _assumptions(submission: Submission, seen: Observed, *, queues: bool) -> list[str]:
