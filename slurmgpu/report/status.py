@@ -16,6 +16,7 @@ from typing import TypedDict, cast
 from slurmgpu.code.versions import RowsByCode
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import AttemptRow, Rows, Told, Verdict, is_of, leases_lost, unrecorded, verdict_of
+from slurmgpu.report.completeness import has_every_row, is_final
 from slurmgpu.report.file_cache import UpToDate, mark_of
 from slurmgpu.report.origin import Origin, origin_of
 from slurmgpu.report.pace import PaceRecord, living_of, pace_of
@@ -165,11 +166,9 @@ class StatusReader:
         except OSError as error:  # read again at the next look
             log.warning("%s cannot be read: %s", run.merged, error.strerror)
             head = None
-        is_complete = head is not None and head.complete and head.fingerprint == plan.fingerprint
+        is_complete = has_every_row(head, plan)
         # Shards of merged rows may have been removed.
-        done, n_kept = (
-            (range(plan.n_shards), 0) if is_complete and (is_over(lines) or not lines) else (published, n_kept)
-        )
+        done, n_kept = (range(plan.n_shards), 0) if is_complete and is_final(lines) else (published, n_kept)
         verdicts = _verdicts(records, merged.rows, lines, living)
         attempts = [
             _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now, verdicts[name])
@@ -217,7 +216,7 @@ class StatusReader:
         Also the number of items in the latter whose rows stay.
         """
         run, lines = self.run, self.run.submissions()
-        if lines and not is_over(lines):
+        if not is_final(lines):
             with contextlib.suppress(SlurmGPUError, OSError):  # its tasks report a damaged file
                 run = run.recomputing(self._again.get(time.time()), lines[-1]["submission"])
         published, again = run.published(), {} if run.recompute is None else run.recompute.shards
