@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import open_items
-from slurmgpu.results.selection import Selection, Source
+from slurmgpu.results.selection import Selection, Source, check_names
 from slurmgpu.run.directory import Run
+from slurmgpu.shards.columns import stored_columns
 from slurmgpu.util.json_values import json_value
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ class BesideItems:
     constants: Constants | None = None
 
     def __post_init__(self) -> None:
-        own = [name for name in self.names if not name.startswith(PREFIX)]
-        if twice := next((name for number, name in enumerate(self.names) if name in self.names[:number]), None):
-            raise SlurmGPUError(f"The column {twice!r} is named twice; name it once.")
+        of_items = [name for name in self.names if name.startswith(PREFIX)]
+        check_names(self.names, [*stored_columns(dict(self.source.columns)), *of_items])
+        own = [name for name in self.names if name not in of_items]
         asked = ["index", *(name for name in own if name != "index")] if self.names else []
         self._rows = Selection(self.source, asked, self.where, constants=self.constants)
         self.columns = list(self.names) or [*self._rows.columns, *(f"{PREFIX}{name}" for name in self._fields())]

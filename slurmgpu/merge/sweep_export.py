@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, fields_among, refuse_bare_fields, refuse_unknown_fields
 from slurmgpu.merge.export import LINE_FORMATS, Exported, refuse_output
 from slurmgpu.results.published import RunRows
-from slurmgpu.results.selection import Selection
+from slurmgpu.results.selection import Selection, check_names
 from slurmgpu.run.directory import Run
 from slurmgpu.run.sweep_file import listed_runs, was_submitted
 from slurmgpu.shards.columns import columns_from_json, stored_columns
@@ -113,13 +113,10 @@ class SweepRows:
             {run_name: run.name, **{names[key]: values.get(key) for key in names}} for run, values in self.runs
         ]
         everything = [run_name, *names.values(), *known]
+        of_items = [name for name in self.names if name.startswith(PREFIX)]
         for run, _ in self.runs[:1]:
-            refuse_bare_fields(run, [name for name in self.names if not name.startswith(PREFIX)], everything)
-        for number, name in enumerate(self.names):
-            if name not in everything and not name.startswith(PREFIX):
-                raise SlurmGPUError(f"There is no column {name!r}.{did_you_mean(name, everything)}")
-            if name in self.names[:number]:
-                raise SlurmGPUError(f"The column {name!r} is named twice; name it once.")
+            refuse_bare_fields(run, self.names, [*everything, *of_items])
+        check_names(self.names, [*everything, *of_items])
         self.columns = list(self.names) or everything
         self._constants = [None] * len(self.runs) if self.where is None else self._as_constants()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
 ROW_GROUP_BYTES = 32 << 20
 """The most bytes of an Arrow table, approximately."""
+
+
+def check_names(names: Sequence[str], known: Collection[str]) -> None:
+    """Raise SlurmGPUError for the first name that is not that of a known column, or is named twice."""
+    for number, name in enumerate(names):
+        if name not in known:
+            raise SlurmGPUError(f"There is no column {name!r}.{did_you_mean(name, known)}")
+        if name in names[:number]:
+            raise SlurmGPUError(f"The column {name!r} is named twice; name it once.")
 
 
 class Source(Protocol):
@@ -83,11 +92,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         known = stored_columns(dict(self.source.columns))
-        for number, name in enumerate(self.names):
-            if name not in known:
-                raise SlurmGPUError(f"There is no column {name!r}.{did_you_mean(name, known)}")
-            if name in self.names[:number]:
-                raise SlurmGPUError(f"The column {name!r} is named twice; name it once.")
+        check_names(self.names, known)
         self.columns = {name: known[name] for name in self.names or known}
         self._condition: Condition | None = None
         if self.where is not None:
