@@ -51,7 +51,7 @@ class Debug(Here):
         attempt = Attempt(job, 0, 0, number, self.name, submission.gpus_per_task, submission.device)
 
         def work(on_tick: Callable[[], None]) -> Accounting:
-            with ended_by_exception(then_killed=True), beating(run.folder, attempt.name, attempt.job):
+            with ended_by_exception(then_killed=True), beating(run.folder, attempt.name_here, attempt.job):
                 Task(run, attempt).run_in_process(on_tick)
             return {}
 

@@ -82,7 +82,8 @@ def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[Non
 
 def _named(own: OwnJob) -> tuple[str, str, int]:
     """The attempt of a job, its id, and this node's rank in it."""
-    return f"{own.array_job}_{own.task}.{own.restart}", own.array_job, node_rank() if nodes_here() > 1 else 0
+    attempt = Attempt(own.array_job, own.task, own.restart)
+    return attempt.name_here, attempt.job, node_rank() if nodes_here() > 1 else 0
 
 
 def run_task_by_hand(folder: Path, device: str | None, *, trust: bool, own_array: bool) -> int:
@@ -163,8 +164,7 @@ def _has_ended(run: Run, attempt: Attempt) -> bool:
     record = run.attempt(attempt.name)
     if isinstance(record, Unread) or record["ended"] is not None:  # one without a record has not begun
         return True
-    name = f"{attempt.task_name}.{attempt.restart}"
-    return not may_live(run.folder, name, attempt.job, patience(run.plan.lease_s))
+    return not may_live(run.folder, attempt.name_here, attempt.job, patience(run.plan.lease_s))
 
 
 def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes: int) -> Attempt:
@@ -232,7 +232,7 @@ def run_local_task(
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_threads // n_processes)))
         attempt = Attempt(job, slot, submission=submission, executor="local", n_gpus=len(gpu_ids), device=device)
         spare = fork_worker(run, attempt)  # before this process has threads
-        with beating(folder, attempt.name, job):
+        with beating(folder, attempt.name_here, job):
             code = work(run, attempt, spare=spare)
         if is_orphaned(run, submission):
             outlive_parent()  # if the slot is killed now, the merge goes on: no other process would do it

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmgpu.run.directory import Run
-from slurmgpu.run.records import Attempt, Record, new_record
+from slurmgpu.run.records import Attempt, Record, new_record, task_of
 from slurmgpu.run.submissions import SubmissionLine, job_here, slots_of
 from slurmgpu.util.shared_files import exists, list_names
 
@@ -36,7 +36,7 @@ def attempts_with_logs(run: Run) -> list[Record]:
     """Every attempt's record, also for attempts that have a log but no readable record."""
     recorded, left_out = run.read_attempts()
     records = list(recorded)
-    restarts: dict[str, list[int]] = {f"{record['job']}_{record['task']}": [] for record in records}
+    restarts: dict[str, list[int]] = {task_of(record): [] for record in records}
     for name in left_out:
         task, _, number = name.rpartition(".")
         restarts.setdefault(task, []).extend([int(number)] if number.isdecimal() else [])

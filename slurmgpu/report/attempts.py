@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar, cast
 from slurmgpu.report.ledger import Charged, last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.run.records import Attempt, BriefRecord, Death, Record, Takeover, Unread, new_record
+from slurmgpu.run.records import Attempt, BriefRecord, Death, Record, Takeover, Unread, new_record, task_of
 from slurmgpu.run.submissions import SubmissionLine, abroad, job_here
 from slurmgpu.shards.made_by import Maker
 from slurmgpu.util.amounts import count_of
@@ -143,7 +143,7 @@ def rows_of(
     for record in records:
         name = record["attempt"]
         _, at, cluster = name.partition("@")
-        accounted = _accounted(accounting, f"{record['job']}_{record['task']}{at}{cluster}", record["restart"])
+        accounted = _accounted(accounting, f"{task_of(record)}{at}{cluster}", record["restart"])
         if accounted is not None and len(mates := jobs[_job_of(record, per_node)]) > 1:
             accounted = _not_of_others(accounted, [mate for mate in mates if mate is not record])
         verdict = verdict_of(

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
-from slurmgpu.report.queued import Queue, is_suspended, requeued, startable, task_of, tasks_of_job
+from slurmgpu.report.queued import Queue, is_suspended, requeued, startable, tasks_of_job
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.liveness import is_alive, last_heard, own_time, patience
-from slurmgpu.run.records import ALL_FAIL, BriefRecord
+from slurmgpu.run.records import ALL_FAIL, BriefRecord, task_of
 
 WINDOW_S = 300.0
 """A rate covers the shards that ended in the last five minutes …"""

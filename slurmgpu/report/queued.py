@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TypedDict
 
 from slurmgpu.run.liveness import last_heard
-from slurmgpu.run.records import BriefRecord
+from slurmgpu.run.records import BriefRecord, task_of
 from slurmgpu.run.submissions import SubmissionLine, ended_jobs
 from slurmgpu.util.array_ids import Indices, array_of, indices_of
 
@@ -58,11 +58,6 @@ def tasks_of_job(job: Job) -> set[str]:
 
 def _indices(job: Job) -> Indices:
     return indices_of(job["job_id"], job.get("tasks_per_node", 1))
-
-
-def task_of(record: BriefRecord) -> str:
-    """The array task of an attempt: `1234_7`."""
-    return f"{record['job']}_{record['task']}"
 
 
 def requeued(queue: Queue) -> set[str]:

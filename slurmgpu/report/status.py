@@ -20,13 +20,13 @@ from slurmgpu.report.completeness import has_every_row, is_final
 from slurmgpu.report.file_cache import UpToDate, mark_of
 from slurmgpu.report.origin import Origin, origin_of
 from slurmgpu.report.pace import PaceRecord, living_of, pace_of
-from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
+from slurmgpu.report.queued import Job, Queue, of_open, still_waiting
 from slurmgpu.report.report_file import last_death, read_report, report_path
 from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, last_heard, own_time, patience
 from slurmgpu.run.recompute import read_recompute, recompute_path
-from slurmgpu.run.records import BriefRecord, Record, Unread
+from slurmgpu.run.records import BriefRecord, Record, Unread, task_of
 from slurmgpu.run.submissions import ENDS, ended_jobs, is_of_processes, is_over
 from slurmgpu.run.telemetry_log import last_sample, telemetry_path
 from slurmgpu.shards.merged_head import read_merged_head

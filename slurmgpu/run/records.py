@@ -51,9 +51,14 @@ class Attempt:
         return f"{self.job}_{self.task}"
 
     @property
+    def name_here(self) -> str:
+        """The attempt among those of its own cluster: "1234_7.0"."""
+        return f"{self.task_name}.{self.restart}"
+
+    @property
     def name(self) -> str:
         """The attempt: "1234_7.0"; "1234_7.0@other" on another cluster than the run's first."""
-        return f"{self.task_name}.{self.restart}{self.abroad and '@'}{self.abroad}"
+        return f"{self.name_here}{self.abroad and '@'}{self.abroad}"
 
 
 def node_name() -> str:
@@ -166,6 +171,11 @@ class Record(BriefRecord):
     traceback: str
     surroundings: Surroundings
     usage: Usage
+
+
+def task_of(record: BriefRecord) -> str:
+    """The array task of an attempt, as `Attempt.task_name`."""
+    return f"{record['job']}_{record['task']}"
 
 
 def new_record(attempt: Attempt, node: str, pid: int, gpus: list[str], started: float) -> Record:

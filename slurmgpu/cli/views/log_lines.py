@@ -14,7 +14,7 @@ from slurmgpu.logs.files import LogFile, attempts_with_logs, files_of, merge_fil
 from slurmgpu.logs.lines import Line, merged, without_colours
 from slurmgpu.logs.places import last_end, tail_start
 from slurmgpu.run.directory import Run
-from slurmgpu.run.records import Record
+from slurmgpu.run.records import Record, task_of
 
 COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
 
@@ -50,7 +50,7 @@ class Printer:
 def records_of(run: Run, task: str) -> list[Record]:
     """The attempts named by `1234_7.0` (an attempt), `1234_7` (its task) or `7` (task 7 of every submission)."""
     records = attempts_with_logs(run)
-    return [r for r in records if task in (r["attempt"], f"{r['job']}_{r['task']}", str(r["task"]))]
+    return [r for r in records if task in (r["attempt"], task_of(r), str(r["task"]))]
 
 
 def print_run(run: Run, n_lines: int) -> dict[Path, int]:
@@ -80,7 +80,7 @@ def labels_of(run: Run, records: Iterable[Record], *, named: bool = False) -> di
     labels: dict[LogFile, str] = {}
     for record in records:
         for file in files_of(run, record, lines):
-            whose = record["attempt"] if file.is_worker else f"{record['job']}_{record['task']}"
+            whose = record["attempt"] if file.is_worker else task_of(record)
             labels.setdefault(file, f"{whose} {file.source}" if named or len(records) > 1 else file.source)
     return labels
 
