@@ -234,10 +234,9 @@ def accounting(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
         if (ended := epoch(end)) is not None and ended < since.get(array_of(task), 0.0):
             continue
         if not is_step:
-            gpus = re.search(r"gres/gpu=(\d+)", tres)
-            n_gpus = int(gpus[1]) if gpus else 0
             failure, elapsed_s = class_of_job(state, exit_code), int(elapsed or 0)
-            found.setdefault(task, []).append(Accounted(state, failure, has_ended(state), elapsed_s, n_gpus, node))
+            told = Accounted(state, failure, has_ended(state), elapsed_s, _gpus_in(tres), node)
+            found.setdefault(task, []).append(told)
         elif state == "OUT_OF_MEMORY" and task in found and found[task][-1].state == "FAILED":
             # Slurm says so of a step in which any process was killed, also where the job was cancelled later.
             found[task][-1] = replace(found[task][-1], failure=class_of_job(state))
@@ -265,12 +264,18 @@ def remembered(job_ids: Sequence[str], since: Mapping[str, float]) -> dict[str, 
             ended = epoch(told.get("EndTime", ""))
             if state == "FAILED" or class_of_job(state) is None or (ended or 0.0) < since.get(job_id, 0.0):
                 continue
-            gpus = re.search(r"gres/gpu=(\d+)", told.get("AllocTRES") or told.get("TRES", ""))
-            elapsed_s, n_gpus = int(seconds_of(told.get("RunTime", "")) or 0), int(gpus[1]) if gpus else 0
+            n_gpus = _gpus_in(told.get("AllocTRES") or told.get("TRES", ""))
+            elapsed_s = int(seconds_of(told.get("RunTime", "")) or 0)
             last = Accounted(state, class_of_job(state), True, elapsed_s, n_gpus, told.get("NodeList", ""))
             before = [Accounted("REQUEUED", None, False, 0, 0, "")] * int(told.get("Restarts", "0"))
             found[told.get("JobId", job_id) if index is None else f"{job_id}_{index}"] = [*before, last]
     return found
+
+
+def _gpus_in(tres: str) -> int:
+    """The GPUs in a list such as "cpu=4,gres/gpu=2,gres/gpu:a100=2"."""
+    found = re.search(r"gres/gpu=(\d+)", tres)
+    return int(found[1]) if found else 0
 
 
 def requeue_preempted(job_id: str) -> None:
