@@ -11,7 +11,7 @@ from slurmgpu.faults.injection import Mark, Marks
 from slurmgpu.report.attempts import AttemptRow, makings_of
 from slurmgpu.report.report_file import Report
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import ITEM, POLICIES
+from slurmgpu.run.failures import ITEM, policy_of
 from slurmgpu.shards.shard_file import Directory, read_directory, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError
 from slurmgpu.util.amounts import count_of
@@ -243,7 +243,7 @@ def _of_the_others(found: _Found) -> Verdict:
     failed = [item for item in report["errors"] if item["index"] not in {fault.at for fault in failing}]
     struck = {(found.shard(fault), KINDS[fault.kind].row) for fault in failing}
     for item in failed:
-        shard, policy = found.run.plan.shard_of(item["index"]), POLICIES.get(item["class"])
+        shard, policy = found.run.plan.shard_of(item["index"]), policy_of(item["class"])
         is_own = policy is not None and policy.rest == ITEM  # workloads raise such errors themselves
         if not is_own and (shard, item["class"]) in struck:
             return Verdict(f"not as promised: item {item['index']} failed too ({item['class']})", kept=False)

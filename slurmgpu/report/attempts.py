@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 from slurmgpu.report.ledger import Charged, last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.failures import Policy, policy_of
 from slurmgpu.run.records import Attempt, BriefRecord, Death, Record, Takeover, Unread, new_record, task_of
 from slurmgpu.run.submissions import SubmissionLine, abroad, job_here
 from slurmgpu.shards.made_by import Maker
@@ -161,7 +161,7 @@ def rows_of(
             job_task, at, cluster = task.partition("@")
             name = f"{job_task}.{restart}{at}{cluster}"
             # The last task cancels pending ones: a cancelled task that never ran has not failed.
-            policy = POLICIES.get(accounted.failure or "")
+            policy = policy_of(accounted.failure)
             failed = policy is not None and not policy.on_purpose
             if name not in recorded and accounted.ended and (failed or name in left_out):
                 rows.append(_attempt_without_record(name, accounted, left_out.get(name)))
@@ -251,7 +251,7 @@ def _job_of(record: Record, per_node: Mapping[int, int]) -> tuple[Any, ...]:
 
 def _not_of_others(accounted: Accounted, others: Sequence[Record]) -> Accounted:
     """What Slurm says of a job, for one of its tasks: without a failure that others of them recorded as their own."""
-    policy = POLICIES.get(accounted.failure or "")
+    policy = policy_of(accounted.failure)
     known = {kind for other in others for kind in (other["failure"], *(death["class"] for death in other["deaths"]))}
     if policy is None or policy.is_stop or policy.node_at_fault or accounted.failure not in known:
         return accounted
@@ -277,7 +277,7 @@ def _attempt(record: Record, accounted: Accounted | None, failure: str | None, m
 
 def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
     """The node at fault for a failure; None if none is, or if it is one of several."""
-    policy = POLICIES.get(failure or "")  # None also for classes of a later slurmgpu
+    policy = policy_of(failure)
     return node or None if policy is not None and policy.node_at_fault and n_nodes == 1 else None
 
 
@@ -321,9 +321,9 @@ def verdict_of(
     if not has_ended and may_live and not (accounted and accounted.ended):
         return None, ""
     failure, message = record["failure"], record["message"]
-    policy = POLICIES.get(failure or "")
+    policy = policy_of(failure)
     if policy is not None and policy.is_stop and not policy.on_purpose:
-        return _interruption(record, accounted, cancelled)
+        return _interruption(record, policy, accounted, cancelled)
     if failure is not None:
         return failure, message
     if has_ended:
@@ -337,15 +337,18 @@ def verdict_of(
     return "lost", f"no end was recorded{lease}{more}"
 
 
-def _interruption(record: BriefRecord, accounted: Accounted | None, cancelled: bool) -> Verdict:
-    """The outcome of an attempt that was stopped by a signal, which does not say who sent it, nor why."""
+def _interruption(record: BriefRecord, policy: Policy, accounted: Accounted | None, cancelled: bool) -> Verdict:
+    """The outcome of an attempt that was stopped by a signal, which does not say who sent it, nor why.
+
+    `policy` is that of the failure in its record.
+    """
     failure, message = record["failure"], record["message"]
-    cause = POLICIES.get((accounted and accounted.failure) or "")
+    cause = None if accounted is None else policy_of(accounted.failure)
     # A node that a health check sets down also ends its tasks with a signal.
     if accounted is not None and cause is not None and (cause.is_stop or cause.node_at_fault):
         if accounted.failure != failure:
             failure, message = accounted.failure, f"{_ADVICE.sub('', message)} (Slurm: {accounted.state})"
-    elif cancelled and (POLICIES[failure or ""].is_guess or record["reason"] is None):
+    elif cancelled and (policy.is_guess or record["reason"] is None):
         # An attempt with a reason ended by itself, because little was left of its walltime.
         failure, message = "cancelled", _ADVICE.sub("", message)
     if accounted is not None and accounted.message:

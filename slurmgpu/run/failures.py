@@ -187,6 +187,11 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+def policy_of(name: str | None) -> Policy | None:
+    """The policy of a failure class; None without a failure, and for a class of a later slurmgpu."""
+    return POLICIES.get(name or "")
+
+
 def class_of(error: BaseException, ended: str) -> str:
     """The failure class of an error, given what it ended: FILES, INPUT, LOADING or ITEM."""
     for name, policy in POLICIES.items():

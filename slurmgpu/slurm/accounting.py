@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from slurmgpu.report.attempts import Accounted, Accounting, AttemptRow, attempts_of
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.failures import policy_of
 from slurmgpu.run.submissions import SubmissionLine, abroad, is_slurms
 from slurmgpu.slurm import commands, queue
 from slurmgpu.util.array_ids import array_of, indices_of
@@ -108,6 +108,6 @@ def _unsettled(run: Run, accounting: Accounting | None) -> set[str]:
 
 
 def _is_unsettled(attempt: AttemptRow) -> bool:
-    policy, state = POLICIES.get(attempt["failure"] or ""), attempt["slurm_state"]
+    policy, state = policy_of(attempt["failure"]), attempt["slurm_state"]
     is_known = policy is not None and policy.is_stop and state is not None and commands.has_ended(state)
     return is_slurms(attempt) and policy is not None and policy.is_guess and not is_known

@@ -38,7 +38,7 @@ from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.origin import origin_in_words, origin_of
 from slurmgpu.report.report_file import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES, without_numbers
+from slurmgpu.run.failures import policy_of, without_numbers
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import shares_gpus
 from slurmgpu.util.amounts import count_of, stretch_of, wide_clock
@@ -131,7 +131,7 @@ def _show_next(report: Report) -> None:
     elif report["resubmit"] and all(attempt["submission"] is None for attempt in report["attempts"]):
         result(f"\n{none_began(report['run_dir'])}")
     if report["resubmit"]:
-        policies = [POLICIES.get(attempt["failure"]) for attempt in report["attempts"] if attempt["failure"]]
+        policies = [policy_of(attempt["failure"]) for attempt in report["attempts"] if attempt["failure"]]
         same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)
         words = "after fixing the cause, compute the rest with" if same else "to compute the rest"
         result(f"\n{words}: {report['resubmit']}")
