@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.run.frozen_plan import SPARE_SHARE, Plan
 from slurmgpu.run.records import Record
 from slurmgpu.run.submissions import Submission, megabytes_of
 from slurmgpu.util.amounts import about, size_of, time_words
@@ -97,6 +97,35 @@ class Times:
     n_tasks_needed: int
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The run of a forecast: what the probe has seen, and the walltime of a task, None without one.
+
+    `resumes`: items can continue in another task.
+    """
+
+    plan: Plan
+    submission: Submission
+    seen: Observed
+    walltime_s: float | None
+    resumes: bool
+
+
+@dataclass(frozen=True)
+class _Speed:
+    """How fast a run is assumed to be.
+
+    A batch takes `batch_s`, a shard as long as `shard_batches` of them, and all shards together as long as `n_batches`.
+    The start takes `start_factor` times as long as in the probe, and the last shard `slack_s` longer than others.
+    """
+
+    batch_s: float
+    shard_batches: float
+    n_batches: int
+    start_factor: float
+    slack_s: float = 0.0
+
+
 def observe(records: Sequence[Record]) -> Observed | None:
     """The results of a probe, in which each shard is one batch; None if no shard was published."""
     records = [record for record in records if record["published"]]
@@ -140,19 +169,19 @@ def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: boo
     """
     walltime_s = (submission.walltime_s or seen["walltime_s"]) if queues else None
     low, mean, high = mean_within(seen["batch_s"])
-    asked = (plan, submission, seen, walltime_s)
+    asked = _Asked(plan, submission, seen, walltime_s, resumes)
     # A shard's last batch may be smaller; at worst it takes as long as the others.
     share, whole = plan.shard_items / plan.batch_size, math.ceil(plan.shard_items / plan.batch_size)
     n_full, n_left = divmod(plan.n_items, plan.shard_items)
     n_fewest, n_most = math.ceil(plan.n_items / plan.batch_size), n_full * whole + math.ceil(n_left / plan.batch_size)
     slack_s = (max(seen["batch_s"]) - mean) * whole
     slowly = SLOW_START if submission.n_concurrent == 1 else SLOW_START_TOGETHER
-    paces = (
-        (low, share, n_fewest, QUICK_START, 0.0),
-        (mean, share, n_fewest, 1.0, 0.0),
-        (high, whole, n_most, slowly, slack_s),
+    speeds = (
+        _Speed(low, share, n_fewest, QUICK_START),
+        _Speed(mean, share, n_fewest, 1.0),
+        _Speed(high, whole, n_most, slowly, slack_s),
     )
-    times = [forecast_of(*asked, *pace, resumes=resumes) for pace in paces]
+    times = [_times_at(asked, speed) for speed in speeds]
 
     def spread(name: str) -> Spread:
         low, expected, high = (round(float(getattr(each, name)), 4) for each in times)
@@ -177,7 +206,7 @@ def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: boo
         "starting_share": round(expected.starting_share, 4),
         "shards_per_task": expected.shards_per_task,
         "n_tasks_needed": expected.n_tasks_needed,
-        "notes": _notes(*asked, times, resumes=resumes),
+        "notes": _notes(asked, times),
         "assumptions": _assumptions(submission, seen, queues=queues),
     }
 
@@ -197,44 +226,28 @@ def mean_within(seconds: Sequence[float]) -> tuple[float, float, float]:
     return min(low, mean - least), mean, max(high, mean + least)
 
 
-def forecast_of(
-    plan: Plan,
-    submission: Submission,
-    seen: Observed,
-    walltime_s: float | None,
-    batch_s: float,
-    shard_batches: float,
-    n_batches: int,
-    starting: float = 1.0,
-    slack_s: float = 0.0,
-    *,
-    resumes: bool,
-) -> Times:
-    """The times of a run if each batch takes `batch_s` and all requested tasks run at once.
-
-    A shard takes as long as `shard_batches` batches, and all shards together as long as `n_batches`. The start takes
-    `starting` times as long as in the probe, and the last shard takes `slack_s` longer than others.
-    """
-    shard_s = shard_batches * batch_s + seen["between_s"]
-    work_s = n_batches * batch_s + plan.n_shards * seen["between_s"]
+def _times_at(asked: _Asked, speed: _Speed) -> Times:
+    """The times of a run at this speed, if all requested tasks run at once."""
+    plan, submission, seen = asked.plan, asked.submission, asked.seen
+    shard_s = speed.shard_batches * speed.batch_s + seen["between_s"]
+    work_s = speed.n_batches * speed.batch_s + plan.n_shards * seen["between_s"]
     n_parts = plan.most_tasks(plan.n_shards)
     n_slots = min(submission.n_concurrent, n_parts)
     slot_s = min(-(-n_parts // n_slots) * shard_s / plan.parts, work_s)
-    start_s = starting * (seen["start_s"] + seen["first_s"])
+    start_s = speed.start_factor * (seen["start_s"] + seen["first_s"])
     per_task, n_lives = None, 1
-    left_s = None if walltime_s is None else walltime_s - plan.margin_s - start_s
-    if left_s is not None and resumes:
+    left_s = None if asked.walltime_s is None else asked.walltime_s - plan.margin_s - start_s
+    if left_s is not None and asked.resumes:
         n_lives = math.ceil(slot_s / left_s) if left_s > 0 else 0
     elif left_s is not None:
-        # A worker takes no shard unless 1.1 times its slowest one fits in the time left.
-        per_task = max(0, math.floor((left_s - 0.1 * shard_s) / shard_s)) if shard_s else plan.n_shards
+        per_task = max(0, math.floor((left_s - SPARE_SHARE * shard_s) / shard_s)) if shard_s else plan.n_shards
         n_lives = -(-math.ceil(plan.n_shards / n_slots) // per_task) if per_task else 0
     n_starts = n_slots * max(1, n_lives)
     all_s = work_s + n_starts * start_s
     return Times(
-        batch_s=batch_s,
+        batch_s=speed.batch_s,
         shard_s=shard_s,
-        run_s=max(1, n_lives) * start_s + slot_s + slack_s,
+        run_s=max(1, n_lives) * start_s + slot_s + speed.slack_s,
         gpu_hours=submission.gpus_per_task * all_s / 3600,
         starting_share=n_starts * start_s / all_s if all_s else 0.0,
         shards_per_task=per_task,
@@ -242,19 +255,12 @@ def forecast_of(
     )
 
 
-def _notes(
-    plan: Plan,
-    submission: Submission,
-    seen: Observed,
-    walltime_s: float | None,
-    times: Sequence[Times],
-    *,
-    resumes: bool,
-) -> list[str]:
+def _notes(asked: _Asked, times: Sequence[Times]) -> list[str]:
     """Notes for the user before the run is queued."""
-    notes = _on_memory(submission, seen)
-    if walltime_s is not None:
-        notes = [*_on_walltime(plan, submission.n_tasks, walltime_s, times, resumes=resumes), *notes]
+    plan, seen = asked.plan, asked.seen
+    notes = _on_memory(asked.submission, seen)
+    if asked.walltime_s is not None:
+        notes = [*_on_walltime(asked, asked.walltime_s, times), *notes]
     if seen["n_errors"]:
         failed = f"{seen['n_errors']} of {seen['n_items']} items"
         notes.insert(0, f"{failed} of the probe failed; the run may fail likewise.")
@@ -266,12 +272,13 @@ def _notes(
     return notes
 
 
-def _on_walltime(plan: Plan, n_tasks: int, walltime_s: float, times: Sequence[Times], *, resumes: bool) -> list[str]:
+def _on_walltime(asked: _Asked, walltime_s: float, times: Sequence[Times]) -> list[str]:
+    plan, n_tasks = asked.plan, asked.submission.n_tasks
     _, expected, slow = times
     walltime, longer = f"the walltime of {time_words(walltime_s)}", "set a longer time under [slurm]"
     if not expected.n_tasks_needed:
         smaller = f", or a smaller shard_items; a batch is {plan.batch_size}"
-        can_shrink = not resumes and plan.shard_items > plan.batch_size
+        can_shrink = not asked.resumes and plan.shard_items > plan.batch_size
         return [f"No shard of {about(expected.shard_s)} fits {walltime}: {longer}{smaller if can_shrink else ''}."]
     enough = max(expected.n_tasks_needed, slow.n_tasks_needed)
     if n_tasks < expected.n_tasks_needed:

@@ -23,6 +23,8 @@ NO_RUN_FILE, GIVEN_RUN_FILE = "slurmgpu run", "slurmgpu.submit"
 """The names used instead of a run file's if there is none: all values came from the command line or from Python."""
 RUN_FORMAT = "slurmgpu run"
 RUN_VERSION = 1
+SPARE_SHARE = 0.1
+"""A worker takes a shard if its slowest one would fit into the time left, with this share of its time to spare."""
 _BOUNDS = 2
 """A range has a start and a stop."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import SPARE_SHARE
 from slurmgpu.run.recompute import Spans
 from slurmgpu.run.worker_events import Report
 from slurmgpu.shards.shard_file import DamagedShardError
@@ -100,6 +101,11 @@ class ShardSource:
         self.claimer.give_back(shard)
         self.report({"event": "skipped", "shard": shard})
 
+    @property
+    def _time_of_a_shard(self) -> float:
+        """The seconds that have to be left for another shard."""
+        return (1 + SPARE_SHARE) * self.publisher.slowest_s
+
     def _begin(self, shard: int) -> None:
         enable_own_loggers()
         indices = self.run.plan.indices(*self.run.plan.bounds(shard))
@@ -110,7 +116,7 @@ class ShardSource:
         """The next shard of those claimed ahead; if the task has to end, all of them are given back."""
         if self._lookahead is None or (taken := self._lookahead.pop()) is None:
             return None
-        if not self.deadline.over(1.1 * self.publisher.slowest_s):
+        if not self.deadline.over(self._time_of_a_shard):
             return taken
         found: Taken | None = taken
         while found is not None:
@@ -151,7 +157,7 @@ class ShardSource:
         self.publisher.end()  # a shard is complete only when it is published
         self._none_free = False
         # A resumable item need not be finished here.
-        over = self.deadline.over(0.0 if self.resumes else 1.1 * self.publisher.slowest_s)
+        over = self.deadline.over(0.0 if self.resumes else self._time_of_a_shard)
         while self.resume and not (over and self.resumes):
             shard = self.resume.pop(0)
             if self.claimer.is_still_own(shard):
