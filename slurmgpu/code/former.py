@@ -16,7 +16,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import Again, Recompute, spans_of
 from slurmgpu.run.submissions import Code
-from slurmgpu.shards.shard_file import DamagedShardError, read_directory
+from slurmgpu.shards.shard_file import read_directory
+from slurmgpu.shards.userblock import DamagedShardError
 from slurmgpu.util.amounts import some_of
 
 _FORMER = "former"

@@ -200,7 +200,8 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
     With `item`, an item's place in the run, it is the attempt that made the item's row: that of the last revision that
     names the item.
     """
-    from slurmgpu.shards.shard_file import DamagedShardError, read_directory
+    from slurmgpu.shards.shard_file import read_directory
+    from slurmgpu.shards.userblock import DamagedShardError
 
     found = []
     files = run.shard_files()

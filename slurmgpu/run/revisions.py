@@ -17,7 +17,8 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import spans_of
 from slurmgpu.shards.columns import Column
 from slurmgpu.shards.made_by import LaterMaker, MadeBy, Maker
-from slurmgpu.shards.shard_file import DamagedShardError, publish, read_rows, write_shard
+from slurmgpu.shards.shard_file import publish, read_rows, write_shard
+from slurmgpu.shards.userblock import DamagedShardError
 from slurmgpu.util.atomic_files import partial_path
 from slurmgpu.util.shared_files import remove
 

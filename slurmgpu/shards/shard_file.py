@@ -23,6 +23,7 @@ from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.userblock import (
     SHARD,
     Content,
+    DamagedShardError,
     Piece,
     Reader,
     Region,
@@ -33,7 +34,6 @@ from slurmgpu.shards.userblock import (
     userblock_size,
     verify,
 )
-from slurmgpu.shards.userblock import DamagedShardError as DamagedShardError
 from slurmgpu.util.atomic_files import fsync_dir
 from slurmgpu.util.shared_files import link_first, remove
 

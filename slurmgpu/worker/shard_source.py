@@ -11,7 +11,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import SPARE_SHARE
 from slurmgpu.run.recompute import Spans
 from slurmgpu.run.worker_events import Report
-from slurmgpu.shards.shard_file import DamagedShardError
+from slurmgpu.shards.userblock import DamagedShardError
 from slurmgpu.util.atomic_files import once_more_if_full
 from slurmgpu.util.logging import enable_own_loggers
 from slurmgpu.worker.computer import Computer

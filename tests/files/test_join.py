@@ -26,6 +26,7 @@ from slurmgpu.shards.columns import Array, Text
 from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.piece_table import OffsetsWriter
+from slurmgpu.shards.userblock import DamagedShardError
 from tests.support.limited import check_cannot_grow
 from tests.support.nightly import by_night
 from tests.support.shard_files import (
@@ -331,7 +332,7 @@ def test_offsets_that_would_give_rows_the_values_of_others_are_damage(chunks):
     writer = OffsetsWriter(lambda content, offset: None, position=0, base=0, n_values=5)
     for chunk in chunks:
         writer.write(np.array(chunk, OFFSET_DTYPE).tobytes())
-    with pytest.raises(shards.DamagedShardError, match="its offsets are not those of 5 values"):
+    with pytest.raises(DamagedShardError, match="its offsets are not those of 5 values"):
         writer.check()
 
 

@@ -30,8 +30,8 @@ from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_ov
 from slurmgpu.search.items import story_of_item
 from slurmgpu.shards.columns import Array, Text, columns_to_json
 from slurmgpu.shards.merged_head import read_merged_head
-from slurmgpu.shards.shard_file import DamagedShardError, Directory, read_directory, verify_shard, write_shard
-from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
+from slurmgpu.shards.shard_file import Directory, read_directory, verify_shard, write_shard
+from slurmgpu.shards.userblock import DamagedShardError, Reader, pack_userblock, read_userblock
 from slurmgpu.worker import publisher as publishing
 from slurmgpu.worker.assignment import Assignment
 from slurmgpu.worker.call_failures import Failure

@@ -22,13 +22,13 @@ from slurmgpu.shards import hdf5_layout, shard_file
 from slurmgpu.shards.columns import Array, Ragged, Text, columns_from_json, convert_row
 from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.shard_file import (
-    DamagedShardError,
     ForeignShardError,
     publish,
     read_directory,
     verify_shard,
     write_shard,
 )
+from slurmgpu.shards.userblock import DamagedShardError
 from tests.support.failing import Failing
 from tests.support.limited import check_cannot_grow
 from tests.support.shard_files import (
