@@ -8,7 +8,8 @@ from functools import cached_property
 
 from slurmgpu.faults import KINDS, Fault, parse_faults
 from slurmgpu.faults.injection import Mark, Marks
-from slurmgpu.report.attempts import AttemptRow, makings_of
+from slurmgpu.report.attempts import AttemptRow
+from slurmgpu.report.makings import makings_of
 from slurmgpu.report.report_file import Report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import ITEM, policy_of

@@ -8,8 +8,8 @@ from typing import Any
 
 from slurmgpu.code.versions import RowsByCode, in_words
 from slurmgpu.page.words import cut, moment, plain
-from slurmgpu.report.attempts import versions_in_words
 from slurmgpu.report.report_file import Report
+from slurmgpu.report.versions import versions_in_words
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE, Plan
 from slurmgpu.run.private import public

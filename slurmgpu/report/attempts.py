@@ -17,9 +17,6 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import Policy, policy_of
 from slurmgpu.run.records import Attempt, BriefRecord, Death, Record, Takeover, Unread, new_record, task_of
 from slurmgpu.run.submissions import SubmissionLine, abroad, job_here
-from slurmgpu.shards.made_by import Maker
-from slurmgpu.util.amounts import count_of
-from slurmgpu.util.env_info import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -182,46 +179,6 @@ def of_last_submission(attempts: Iterable[AttemptRow], lines: Sequence[Submissio
     return list(filter(is_its_own, attempts))
 
 
-@dataclass(frozen=True)
-class Making:
-    """Which attempt made a published shard, and when, as the shard's file says."""
-
-    shard: int
-    attempt: str
-    started: float
-    seconds: float
-    n_items: int
-    n_errors: int
-
-
-def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list[Making]:
-    """The attempts that made published shards, from the files; unreadable files are left out.
-
-    With `item`, an item's place in the run, it is the attempt that made the item's row: that of the last revision that
-    names the item.
-    """
-    from slurmgpu.shards.shard_file import read_directory
-    from slurmgpu.shards.userblock import DamagedShardError
-
-    found = []
-    files = run.shard_files()
-    for shard in sorted(shards):
-        try:
-            revision = files[shard][-1] if shard in files and item is not None else 0
-            directory = read_directory(run.revision_path(shard, revision))
-            if directory.fingerprint in run.plan.extends:
-                continue  # another run's attempt made it, which may have the same name as one of this run
-            by: Maker = directory.made_by
-            n_items = directory.stop - directory.start
-            for later in directory.made_by.get("revisions", ()):
-                by = later if any(start <= (item or 0) < stop for start, stop in later["items"]) else by
-            times = round(float(by["started"]), 3), round(float(by["seconds"]), 3)
-            found.append(Making(shard, str(by["attempt"]), *times, n_items, directory.n_errors))
-        except (OSError, DamagedShardError, KeyError, TypeError, ValueError) as error:
-            log.debug("the attempt that made shard %d is unknown: %s", shard, error)
-    return found
-
-
 def outcome_of(attempt: AttemptRow) -> str:
     """The end of an attempt in words: its failure class, or `ok`, with the reason if one is recorded."""
     if not attempt["failure"] and attempt["state"] != "ended":
@@ -361,29 +318,6 @@ def unrecorded(told: Mapping[str, ToldT], recorded: Iterable[str]) -> list[ToldT
     """The rows of a report for attempts without a record, which only accounting knows."""
     known = set(recorded)
     return [row for name, row in told.items() if row["submission"] is None and name not in known]
-
-
-def computed_with(records: Iterable[Record]) -> dict[str, dict[str, int]]:
-    """Versions of Python and of imported packages, each with the number of attempts that computed shards with it."""
-    found: dict[str, Counter[str]] = {}
-    for record in records:
-        around: Surroundings = record["surroundings"] if record["published"] else {}
-        used = around.get("used")
-        versions = {"python": around.get("python"), **(used if isinstance(used, dict) else {})}
-        for name, version in versions.items():
-            if isinstance(version, str):
-                found.setdefault(name, Counter())[version] += 1
-    return {name: dict(sorted(counts.items())) for name, counts in found.items()}
-
-
-def versions_in_words(computed: Mapping[str, Mapping[str, int]], *, leaving_out: Sequence[str] = ()) -> str:
-    """The result of `computed_with` as `torch 2.11.0 (3 attempts), torch 2.13.0 (1 attempt), transformers 5.19.0`."""
-    return ", ".join(
-        f"{name} {version}" + (f" ({count_of(n, 'attempt')})" if len(counts) > 1 else "")
-        for name, counts in computed.items()
-        if name not in leaving_out
-        for version, n in counts.items()
-    )
 
 
 def node_of(row: AttemptRow) -> str:

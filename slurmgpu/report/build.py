@@ -13,15 +13,9 @@ from typing import Any, cast
 from slurmgpu.code import snapshots
 from slurmgpu.code.versions import Stretch, rows_by_code
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.attempts import (
-    Accounting,
-    AttemptRow,
-    Making,
-    computed_with,
-    makings_of,
-    rows_of,
-)
+from slurmgpu.report.attempts import Accounting, AttemptRow, rows_of
 from slurmgpu.report.ledger import counting, ledger, spent
+from slurmgpu.report.makings import Making, makings_of
 from slurmgpu.report.report_file import (
     REPORT_FORMAT,
     REPORT_VERSION,
@@ -33,6 +27,7 @@ from slurmgpu.report.report_file import (
     command_to_resubmit,
     command_to_resubmit_failed,
 )
+from slurmgpu.report.versions import computed_with
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import class_and_message
 from slurmgpu.run.frozen_plan import Plan

@@ -13,9 +13,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs.files import UNKNOWN, LogFile, files_of
 from slurmgpu.logs.lines import Line, read_lines, text_of
 from slurmgpu.logs.places import line_around, matches_of, places_of
-from slurmgpu.report.attempts import makings_of
 from slurmgpu.report.completeness import is_complete
 from slurmgpu.report.ledger import counting
+from slurmgpu.report.makings import makings_of
 from slurmgpu.report.states import is_at_work, is_told
 from slurmgpu.run.crash_history import read_history
 from slurmgpu.run.directory import Run

@@ -24,10 +24,11 @@ from slurmgpu.operations import wait
 from slurmgpu.page import page
 from slurmgpu.page.facts import item_reasons
 from slurmgpu.report import build, report_file
-from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE, Accounted, attempts_of, computed_with, versions_in_words
+from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE, Accounted, attempts_of
 from slurmgpu.report.ledger import KINDS
 from slurmgpu.report.report_file import judged_attempts, last_report, read_report, report_path
 from slurmgpu.report.status import read_status
+from slurmgpu.report.versions import computed_with, versions_in_words
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.columns import Array, columns_from_json, convert_row
 from slurmgpu.shards.shard_file import write_shard
