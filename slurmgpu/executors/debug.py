@@ -9,7 +9,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.here import Here, tasks_here
 from slurmgpu.executors.interface import Lines, Started
 from slurmgpu.faults import KINDS, Fault
-from slurmgpu.report.attempts import Accounting
+from slurmgpu.report.outcomes import Accounting
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import beating
 from slurmgpu.run.records import Attempt

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.attempts import Accounting
+from slurmgpu.report.outcomes import Accounting
 from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import ObservedTask

@@ -13,7 +13,7 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.here import Here, n_threads_of
 from slurmgpu.executors.interface import Started
-from slurmgpu.report.attempts import Accounting
+from slurmgpu.report.outcomes import Accounting
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.task.launcher import OWN_ENVIRON, WORKER

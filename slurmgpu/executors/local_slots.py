@@ -22,7 +22,7 @@ from slurmgpu.executors import job_entry
 from slurmgpu.executors.here import SLOT, gpu_ids, n_threads_of, stop, surely_of, tasks_here
 from slurmgpu.executors.slot import begin_slot, waiting_slot
 from slurmgpu.executors.submitit_patches import patch_submitit
-from slurmgpu.report.attempts import Accounted
+from slurmgpu.report.outcomes import Accounted
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, class_of_exit
 from slurmgpu.run.liveness import patience

@@ -10,7 +10,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.interface import Executor, Lines
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
-from slurmgpu.report.attempts import Accounting
+from slurmgpu.report.outcomes import Accounting
 from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import SubmissionLine

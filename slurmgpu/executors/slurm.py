@@ -15,8 +15,8 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_adjustments
 from slurmgpu.executors.interface import Executor, Lines, Preview, Sight, Started
-from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.completeness import is_complete
+from slurmgpu.report.outcomes import Accounting
 from slurmgpu.report.queued import Job
 from slurmgpu.run import private
 from slurmgpu.run.directory import Run

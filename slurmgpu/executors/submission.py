@@ -19,8 +19,8 @@ from slurmgpu.executors.registry import accounting_of, executor_named
 from slurmgpu.faults import parse_faults
 from slurmgpu.faults.injection import damage_shards
 from slurmgpu.merge import merge
-from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.completeness import command_to_continue
+from slurmgpu.report.outcomes import Accounting
 from slurmgpu.report.report_file import Report, every_item_failed, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.creation import protect

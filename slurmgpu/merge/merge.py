@@ -22,8 +22,8 @@ from slurmgpu.merge.files_to_join import FilesToJoin
 from slurmgpu.merge.item_names import name_items
 from slurmgpu.merge.join import join
 from slurmgpu.merge.shards_folder import Check, clear_away, partials, set_aside, take_back
-from slurmgpu.report.attempts import Accounting
 from slurmgpu.report.build import Joined, build_report
+from slurmgpu.report.outcomes import Accounting
 from slurmgpu.report.report_file import Report, read_report, report_path
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run

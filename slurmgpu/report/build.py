@@ -13,9 +13,10 @@ from typing import Any, cast
 from slurmgpu.code import snapshots
 from slurmgpu.code.versions import Stretch, rows_by_code
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.attempts import Accounting, AttemptRow, rows_of
+from slurmgpu.report.attempts import AttemptRow, rows_of
 from slurmgpu.report.ledger import counting, ledger, spent
 from slurmgpu.report.makings import Making, makings_of
+from slurmgpu.report.outcomes import Accounting
 from slurmgpu.report.report_file import (
     REPORT_FORMAT,
     REPORT_VERSION,

@@ -14,8 +14,9 @@ from typing import Any, TypedDict, cast
 from slurmgpu.code.versions import RowsByCode
 from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.attempts import AttemptRow, attempts_of, of_last_submission, unrecorded
+from slurmgpu.report.attempts import AttemptRow, attempts_of, of_last_submission
 from slurmgpu.report.ledger import Ledger
+from slurmgpu.report.outcomes import unrecorded
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.mapped_function import function_by_value, with_another_function
@@ -174,7 +175,7 @@ def command_to_resubmit_failed(run: Run, n_errors: int) -> str | None:
 
 
 def judged_attempts(run: Run) -> list[AttemptRow]:
-    """Every attempt, with failure and message from the last report if it has them; see `attempts.verdict_of`."""
+    """Every attempt, with failure and message from the last report if it has them; see `outcomes.verdict_of`."""
     told: dict[str, AttemptRow] = {}
     try:
         if (report := read_report(run)) is not None:

@@ -15,10 +15,11 @@ from typing import TypedDict, cast
 
 from slurmgpu.code.versions import RowsByCode
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.attempts import AttemptRow, Rows, Told, Verdict, is_of, leases_lost, unrecorded, verdict_of
+from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.completeness import has_every_row, is_final
 from slurmgpu.report.file_cache import UpToDate, mark_of
 from slurmgpu.report.origin import Origin, origin_of
+from slurmgpu.report.outcomes import Rows, Told, Verdict, is_of, leases_lost, unrecorded, verdict_of
 from slurmgpu.report.pace import PaceRecord, living_of, pace_of
 from slurmgpu.report.queued import Job, Queue, of_open, still_waiting
 from slurmgpu.report.report_file import last_death, read_report, report_path

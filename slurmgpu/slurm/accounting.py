@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from slurmgpu.report.attempts import Accounted, Accounting, AttemptRow, attempts_of
+from slurmgpu.report.attempts import AttemptRow, attempts_of
+from slurmgpu.report.outcomes import Accounted, Accounting
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import policy_of
 from slurmgpu.run.submissions import SubmissionLine, abroad, is_slurms

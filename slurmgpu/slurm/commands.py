@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurmgpu.errors import NoAnswerError
-from slurmgpu.report.attempts import Accounted
+from slurmgpu.report.outcomes import Accounted
 from slurmgpu.run.failures import class_of_job
 from slurmgpu.run.submissions import seconds_of
 from slurmgpu.util import process_wide

@@ -17,7 +17,7 @@ from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import GPUFaultError, SlurmGPUError
-from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE
+from slurmgpu.report.outcomes import CUT_FINER, TOO_LARGE
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, describe_exit, is_of_disk
 from slurmgpu.run.metric_log import MetricWriter

@@ -24,8 +24,9 @@ from slurmgpu.operations import wait
 from slurmgpu.page import page
 from slurmgpu.page.facts import item_reasons
 from slurmgpu.report import build, report_file
-from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE, Accounted, attempts_of
+from slurmgpu.report.attempts import attempts_of
 from slurmgpu.report.ledger import KINDS
+from slurmgpu.report.outcomes import CUT_FINER, TOO_LARGE, Accounted
 from slurmgpu.report.report_file import judged_attempts, last_report, read_report, report_path
 from slurmgpu.report.status import read_status
 from slurmgpu.report.versions import computed_with, versions_in_words

@@ -3,7 +3,7 @@
 import pytest
 
 from slurmgpu.executors import slurm_adjustments, submission
-from slurmgpu.report.attempts import Accounted
+from slurmgpu.report.outcomes import Accounted
 from slurmgpu.report.report_file import retriable
 from tests.files.test_status import change, report_of, submit_again
 from tests.support.pretend_runs import BEGIN, pretend_run

@@ -16,7 +16,7 @@ from slurmgpu.cli.views.report import show_report
 from slurmgpu.cli.views.status import show_status
 from slurmgpu.cli.views.status_poller import Look
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.report.attempts import Accounted
+from slurmgpu.report.outcomes import Accounted
 from slurmgpu.report.report_file import judged_attempts, read_report
 from slurmgpu.report.state_words import failure_words, merge_words, moment, pace_words, parting_words, queue_words
 from slurmgpu.report.states import is_told

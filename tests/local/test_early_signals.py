@@ -15,7 +15,8 @@ from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.executors.submission import merge_behind
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.report.attempts import Accounted, attempts_of
+from slurmgpu.report.attempts import attempts_of
+from slurmgpu.report.outcomes import Accounted
 from slurmgpu.run.creation import create_run
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import RUN_LOCK

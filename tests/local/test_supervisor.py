@@ -11,7 +11,7 @@ import pytest
 
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import GPUFaultError
-from slurmgpu.report.attempts import CUT_FINER, TOO_LARGE
+from slurmgpu.report.outcomes import CUT_FINER, TOO_LARGE
 from slurmgpu.run.directory import FOLDERS
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.metric_log import MetricReader

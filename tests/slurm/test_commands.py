@@ -11,7 +11,8 @@ import submitit
 from slurmgpu.errors import MayBeQueuedError
 from slurmgpu.executors import registry, slurm_jobs, slurm_preview
 from slurmgpu.executors.submitit_patches import patch_submitit
-from slurmgpu.report.attempts import Accounted, attempts_of
+from slurmgpu.report.attempts import attempts_of
+from slurmgpu.report.outcomes import Accounted
 from slurmgpu.report.queued import is_held
 from slurmgpu.report.status import StatusReader
 from slurmgpu.run.submissions import Submission

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.cli.views.status import show_status
-from slurmgpu.report.attempts import Accounted, attempts_of
+from slurmgpu.report.attempts import attempts_of
 from slurmgpu.report.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
+from slurmgpu.report.outcomes import Accounted
 from slurmgpu.report.state_words import failure_words
 from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run import directory
