@@ -175,6 +175,11 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": ["wc", "{in}", "{out:npz}"], "columns": {"a": "int32[]"}}, "cannot hold the column 'a'"),
         ({"run": ["wc", "{text}"], "match": "id"}, "match = 'id', and a call is for one item"),
         ({"run": ["wc"], "stream": True, "match": "id"}, "match = 'id', and a call is for a stream"),
+        ({"run": ["wc", "{text}"], "in_order": True}, "in_order = true, and a call is for one item"),
+        ({"run": ["wc", "{in}", "{out}"], "in_order": True, "match": "id"}, "and in_order = true; expected one of"),
+        ({"run": ["wc", "{in}", "{out:npy}"]}, "{out:npy} has no index. If the array has a row for each item, in"),
+        ({"run": ["wc", "{in}", "{out:npy}"], "columns": {"a": "json"}}, "expected one column, which is not json"),
+        ({"run": ["wc", "{in}", "{out:npy}"], "columns": {"a": "int8", "b": "int8"}}, "the columns are a, b; expected"),
         ({"run": ["wc", "{text}"], "timeout_s": 0}, "timeout_s is 0"),
         ({"run": ["wc", "{text}"], "timeout_s": float("nan")}, "timeout_s is nan"),
         ({"run": ["wc", "{text}"], "timeout_s": float("inf")}, "timeout_s is inf"),
@@ -1603,6 +1608,77 @@ def test_a_row_of_a_table_is_matched_by_its_text_and_not_by_a_number_that_it_may
     none, first, also_none, second = command(asked)
     assert (first["n"], second["n"]) == (1, 2)
     assert str(none) == str(also_none) == "the command wrote no row for this item"
+
+
+ORDERED = """
+import json, sys
+import numpy as np
+rows = [json.loads(line) for line in open(sys.argv[1])]
+lengths = [len(row["text"]) for row in rows if row["text"] != "bad"]
+"""
+
+
+@pytest.fixture
+def ordered(tmp_path, monkeypatch):
+    """A workload of slices, whose script writes as `code` says what it makes of the rows in their order."""
+
+    def make(code, form="{out}", **settings):
+        (tmp_path / "ordered.py").write_text(ORDERED + code)
+        run = [sys.executable, "ordered.py", "{in:jsonl}", form]
+        return loaded(tmp_path, monkeypatch, run=run, **{"in_order": True, **settings})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("form", "code"),
+    [
+        ("{out}", "open(sys.argv[2], 'w').writelines(f'{{\"n\": {n}}}\\n' for n in lengths)"),
+        (
+            "{out}",
+            "open(sys.argv[2], 'w').writelines(json.dumps({**row, 'n': n}) + '\\n' for row, n in zip(rows, lengths))",
+        ),
+        ("{out:json}", "json.dump([{'index': 7, 'n': n} for n in lengths], open(sys.argv[2], 'w'))"),
+        ("{out:csv}", "open(sys.argv[2], 'w').writelines(['n\\n', *(f'{n}\\n' for n in lengths)])"),
+        ("{out:npz}", "np.savez(sys.argv[2], n=lengths)"),
+        ("{out:npy}", "np.save(sys.argv[2], np.array(lengths, dtype='int16'))"),
+    ],
+)
+def test_rows_may_be_matched_by_their_order_and_are_as_many_as_the_items(ordered, form, code):
+    command = ordered(code, form)
+    asked = [Item(5, {"text": "abc"}), Item(6, {"text": "", "index": 9}), Item(8, {"text": "a"})]
+    assert command(asked) == [{"n": 3}, {"n": 0}, {"n": 1}]
+    said = failing(command, [*asked, Item(9, {"text": "bad"})])
+    assert "{out} has 3 rows, and in_order = true needs one for each of the 4 items of the call" in said
+    assert "no row" in failing(command, [Item(9, {"text": "bad"})])
+
+
+def test_rows_in_another_order_are_noticed_by_a_field_of_the_item(ordered):
+    code = "print(*(json.dumps({**row, 'n': 1}) for row in reversed(rows)), sep='\\n', file=open(sys.argv[2], 'w'))"
+    said = failing(ordered(code), items("a", "b"))
+    assert "line 1 of {out} has another 'text' than its item: the rows are not in the order of the items" in said
+    columns = {"n": "int32", "text": "text"}
+    assert ordered(code, columns=columns)(items("a", "b")) == [{"n": 1, "text": "b"}, {"n": 1, "text": "a"}]
+
+
+def test_an_array_is_the_value_of_a_call_of_one_item(tmp_path, monkeypatch):
+    code = "import sys, numpy as np; np.save(sys.argv[2], np.arange(int(sys.argv[1]), dtype='float16'))"
+    run = [sys.executable, "-c", code, "{text}", "{out:npy}"]
+    command = loaded(tmp_path, monkeypatch, run=run, columns={"v": "float16[]"})
+    assert [row["v"].tolist() for row in command(items("3", "1"))[:1]] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("np.savez(sys.argv[2], n=lengths); import os; os.replace(sys.argv[2] + '.npz', sys.argv[2])", "use {out:npz}"),
+        ("open(sys.argv[2], 'w').write('none')", "{out} is not an npy file of numbers or texts: "),
+        ("np.save(sys.argv[2], np.array(3))", "{out} is a single number; expected an array with a row for each item"),
+        ("np.save(sys.argv[2], np.array([None, None]))", "{out} is not an npy file of numbers or texts: Object arrays"),
+    ],
+)
+def test_npy_that_is_none_fails_its_slice(ordered, code, said):
+    assert said in failing(ordered(code, "{out:npy}"), items("a", "b"))
 
 
 def test_an_integer_in_csv_is_what_it_is_in_json(score):

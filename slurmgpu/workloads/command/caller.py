@@ -52,7 +52,8 @@ class Call:
 class Caller:
     """Calls `program`, which has the arguments of `line`, for one item or for a slice of the input.
 
-    `match` is the field by which rows are matched with items, None for their index. A call takes at most `timeout_s`
+    `match` is the field by which rows are matched with items, None for their index, or for their order if the output
+    `is_ordered`. A call takes at most `timeout_s`
     seconds. A program that `resumes` is told to end when its task is `stopping`. `guard` removes the files of a call
     that dies with this process.
     """
@@ -61,6 +62,7 @@ class Caller:
     line: CommandLine
     columns: Mapping[str, Column]
     match: str | None
+    is_ordered: bool
     is_one: bool
     resumes: bool
     timeout_s: float | None
@@ -127,7 +129,7 @@ class Caller:
         out_path = Path(folder, f"out.{line.out}")
         given: dict[int, Values] = {}
         if IN in line:
-            given = write_items(in_path, line.items, requests, has_index=self.match is None)
+            given = write_items(in_path, line.items, requests, has_index=self.match is None and not self.is_ordered)
         values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
         for number, name in enumerate(line.in_files):
             path = Path(folder, f"{number}.{re.sub(r'[^a-zA-Z0-9._-]', '_', name)}")
@@ -156,7 +158,14 @@ class Caller:
                 return _only_row(row, requests)
             match = None if self.match is None else Match(self.match, requests)
             rows = read_output(
-                Path(values[OUT]), line.out, self.columns, requests, is_one=self.is_one, given=given, match=match
+                Path(values[OUT]),
+                line.out,
+                self.columns,
+                requests,
+                is_one=self.is_one,
+                given=given,
+                match=match,
+                is_ordered=self.is_ordered,
             )
         except OutputError as error:
             raise child.misprinted(error) from error

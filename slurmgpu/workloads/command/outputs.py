@@ -1,4 +1,4 @@
-"""The output of a call as rows by index: JSON lines, a JSON list, CSV or npz."""
+"""The output of a call as rows by index: JSON lines, a JSON list, CSV, npz or npy."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from slurmgpu.errors import ItemError, Retry, SlurmGPUError
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.util.amounts import count_of
 from slurmgpu.workloads.command.items_file import as_field
 from slurmgpu.workloads.command.placeholders import as_json
 from slurmgpu.workloads.command.sinks import MAX_BYTES, OutputError
@@ -160,16 +161,19 @@ def read_output(
     is_one: bool,
     given: Mapping[int, Values],
     match: Match | None,
+    is_ordered: bool,
 ) -> dict[int, Values]:
     """The rows in the file `{out}`, by index; OutputError if it is not in its format.
 
+    If the output `is_ordered`, it has a row for each item that is `wanted`, in the same order.
     A program may write back what it got: fields as they were `given`, by index, the field for `match` and the unnamed
     index column of pandas are left out unless they are declared columns. A field with another value is a result.
     """
     collected = Collected(wanted, is_one=is_one)
     fields = {name for item in given.values() for name in item}
-    passed = {"", *([] if match is None else [match.field])} if given or match is not None else set()
+    passed = {"", *([] if match is None else [match.field])} if given or match is not None or is_ordered else set()
     name_field = "index" if match is None else match.field
+    in_order_of = list(wanted)
 
     def is_result(name: str, value: Any, item: Values) -> bool:
         if name in columns:
@@ -178,10 +182,16 @@ def read_output(
 
     try:
         reads = _READERS[form](path) if path.is_file() else iter(())
+        if form == "npy":
+            reads = _rows_of_array(reads, next(iter(columns)), is_one=is_one)
+        if is_ordered:
+            reads = _as_many_as(wanted, reads)
         for number, read in enumerate(reads, 1):
             where = f"{_UNITS[form]} {number} of {{out}}"
             row = _typed(read, columns) if form == "csv" else read
-            if read.get(name_field) is None and not is_one:
+            if is_ordered:
+                row = {**row, "index": in_order_of[number - 1]}
+            elif read.get(name_field) is None and not is_one:
                 said = f"{where} has no {name_field}. {_how_to_match(row, fields)}"
                 if match is not None:
                     said = f"{where} has no {name_field!r}, which match needs to find its item"
@@ -191,12 +201,37 @@ def read_output(
             if match is not None:  # compares the text as written: a column of the same name may have a type
                 row = {**row, "index": match.index_of(read, where)}
             index = collected.add(row, where)
-            kept = collected.rows[index].items()
             item = given.get(index, {})
-            collected.rows[index] = {name: value for name, value in kept if is_result(name, value, item)}
+            kept = {name: value for name, value in collected.rows[index].items() if is_result(name, value, item)}
+            if is_ordered and (changed := [name for name in kept if name in item and name not in columns]):
+                raise OutputError(
+                    f"{where} has another {changed[0]!r} than its item: the rows are not in the order of the items, "
+                    f"which in_order = true says, or {changed[0]!r} is a result and needs a column"
+                )
+            collected.rows[index] = kept
     except PermissionError as error:
         raise OutputError(f"{{out}} cannot be read: {error.strerror}") from error
     return collected.rows
+
+
+def _as_many_as(wanted: Collection[int], rows: Iterator[Values]) -> Iterator[Values]:
+    """The rows; OutputError unless there is one for each item, or none."""
+    found = list(rows)
+    if found and len(found) != len(wanted):
+        raise OutputError(
+            f"{{out}} has {count_of(len(found), 'row')}, and in_order = true needs one for each of the "
+            f"{count_of(len(wanted), 'item')} of the call"
+        )
+    return iter(found)
+
+
+def _rows_of_array(read: Iterator[Values], column: str, *, is_one: bool) -> Iterator[Values]:
+    """The rows of the array that is read, which are values of the only column; of one item, the array is the value."""
+    for each in read:
+        array = each["array"]
+        if not (is_one or array.ndim):
+            raise OutputError("{out} is a single number; expected an array with a row for each item")
+        yield from ({column: _scalar(value)} for value in ([array[()]] if is_one else array))
 
 
 def is_written_back(name: str, value: Any, given: Any) -> bool:
@@ -251,12 +286,18 @@ def _how_to_match(row: Values, fields: Collection[str]) -> str:
     name = next((name for name in row if name in fields), "FIELD")
     return (
         f"Copy the index of the item from {{in}} into each row, or match rows by a field that rows and items have "
-        f"and that differs between items: --set match={name}"
+        f"and that differs between items: --set match={name}. If there are as many rows as items, in their order, use "
+        "--set in_order=true"
     )
 
 
 def check_format(form: str, columns: Mapping[str, Column]) -> None:
     """Refuse columns that the format cannot hold."""
+    if form == "npy" and (len(columns) > 1 or any(isinstance(column, Json) for column in columns.values())):
+        raise SlurmGPUError(
+            f"command: {{out:npy}} is one array, and the columns are {', '.join(columns)}; expected one column, which "
+            "is not json. Use {out:npz} or {out}, JSON lines."
+        )
     if form == "npz" and (odd := [name for name, column in columns.items() if isinstance(column, (Ragged, Json))]):
         raise SlurmGPUError(f"command: {{out:npz}} cannot hold the column {odd[0]!r}. Use {{out}}, JSON lines.")
 
@@ -353,7 +394,8 @@ def _read_npz(path: Path) -> Iterator[Values]:
     try:
         file = np.load(path, allow_pickle=False)
         if isinstance(file, np.ndarray):
-            raise ValueError("it has one array without a name; expected arrays with names, as np.savez writes them")
+            said = "it has one array without a name; expected arrays with names, as np.savez writes them, or {out:npy}"
+            raise ValueError(said)
         with file:
             arrays = {name: np.asarray(file[name]) for name in file.files}
     except PermissionError:
@@ -368,6 +410,20 @@ def _read_npz(path: Path) -> Iterator[Values]:
         yield {name: _scalar(array[number]) for name, array in arrays.items()}
 
 
+def _read_npy(path: Path) -> Iterator[Values]:
+    """The whole array, with the name `array`."""
+    try:
+        array = np.load(path, allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it has arrays with names, as np.savez writes them: use {out:npz}")
+    except PermissionError:
+        raise
+    except NPZ_ERRORS as error:
+        said = str(error) or type(error).__name__
+        raise OutputError(f"{{out}} is not an npy file of numbers or texts: {said}") from error
+    yield {"array": array}
+
+
 def _scalar(value: Any) -> Any:
     return value.item() if isinstance(value, (np.integer, np.str_, np.bool_)) else value
 
@@ -377,8 +433,9 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Values]]] = {
     "json": _read_json,
     "csv": _read_csv,
     "npz": _read_npz,
+    "npy": _read_npy,
 }
-_UNITS = {"jsonl": "line", "json": "object", "csv": "record", "npz": "row"}
+_UNITS = {"jsonl": "line", "json": "object", "csv": "record", "npz": "row", "npy": "row"}
 
 
 def in_order(indices: Sequence[int], rows: Mapping[int, Values]) -> list[Values | ItemError | Retry]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
-FORMATS = ("jsonl", "json", "csv", "npz")
+FORMATS = ("jsonl", "json", "csv", "npz", "npy")
 """The formats of `{out}`; the first is the default."""
 IN_FORMATS = ("items", "jsonl", "json", "csv")
 """Formats of `{in}`: lines with index, seed and data; JSON lines, a list, or a table, of the index and the fields."""

@@ -68,9 +68,10 @@ class Command:
     `run` is the program and its arguments; no shell reads them. With `{in}` or `{start}` and `{end}`, and `{out}`, it
     is called for a slice of the input; with the name of a field, or without `{out}`, for one item; with `stream` it is
     started once, and answers JSON lines. `columns` has a type for each column. The rows of a slice have the index of
-    their item, or its field `match`. A call, or the next answer of a stream, may take `timeout_s` seconds. `env` is
-    added to the worker's environment. `values` are the user's own placeholders in `run`. A program that `resumes` saves
-    the progress of its item: when the task has to end, it gets SIGTERM and time to save, and is called again later.
+    their item, or its field `match`, or are `in_order`. A call, or the next answer of a stream, may take `timeout_s`
+    seconds. `env` is added to the worker's environment. `values` are the user's own placeholders in `run`. A program
+    that `resumes` saves the progress of its item: when the task has to end, it gets SIGTERM and time to save, and is
+    called again later.
     """
 
     template = Template(
@@ -86,6 +87,7 @@ class Command:
         columns: dict[str, str],
         stream: bool = False,
         match: str | None = None,
+        in_order: bool = False,
         timeout_s: float | None = None,
         env: dict[str, str] | None = None,
         values: dict[str, str | bool | int | float] | None = None,
@@ -104,14 +106,20 @@ class Command:
                 f"command: resumes = true, and a call is for {of}; expected calls for one item, whose progress the "
                 f"program saves. Name a field of the items in run, as in {{text}}, or leave resumes out."
             )
-        if match is not None and self._mode != SLICE:
+        if (in_order or match is not None) and self._mode != SLICE:
             of = "a stream" if self._mode == STREAM else "one item"
+            key, value = ("in_order", "true") if match is None else ("match", repr(match))
             raise SlurmGPUError(
-                f"command: match = {match!r}, and a call is for {of}; expected calls for slices. Name {{in}} and "
-                f"{{out}} in run, or leave match out."
+                f"command: {key} = {value}, and a call is for {of}; expected calls for slices. Name {{in}} and "
+                f"{{out}} in run, or leave {key} out."
+            )
+        if in_order and match is not None:
+            raise SlurmGPUError(
+                f"command: match = {match!r}, and in_order = true; expected one of them. Leave match out if rows are "
+                "as many as the items, and in their order."
             )
         self.resumes = self.takes_one = resumes
-        self._match = match
+        self._match, self._is_ordered = match, in_order
         self._program = run[0]
         self._timeout_s, self._env = timeout_s, env or {}
         self._stream: Stream | None = None
@@ -122,13 +130,23 @@ class Command:
         for name, file in FILES.items():
             if name in self.fields:
                 self.advice[name] = f" The file that a call {file}."
-        if self._line.items != IN_FORMATS[0] and match is None:
+        if self._line.items != IN_FORMATS[0] and self._has_index:
             self.not_fields += ("index",)
             self.advice["index"] = taken_for("index", self._line.items)
         elif "index" in self._line.fields:
             self.advice["index"] = " The number of an item is $SLURMGPU_INDEX, or {start} in a call without fields."
         if self._line.out is not None:
             check_format(self._line.out, self.columns)
+        if self._line.out == "npy" and self._mode == SLICE and not in_order:
+            raise SlurmGPUError(
+                "command: {out:npy} has no index. If the array has a row for each item, in their order, set "
+                "in_order = true."
+            )
+
+    @property
+    def _has_index(self) -> bool:
+        """Whether rows are matched by the index of their item."""
+        return self._match is None and not self._is_ordered
 
     @property
     def scripts(self) -> list[Path]:
@@ -182,6 +200,7 @@ class Command:
             self._line,
             self.columns,
             self._match,
+            self._is_ordered,
             self._mode == ONE,
             self.resumes,
             self._timeout_s,
@@ -310,7 +329,7 @@ class Command:
         """The line of an item in `{in}`, and on a stream's standard input."""
         if self._match is not None and item.data.get(self._match) is None:
             raise ItemError(f"the item has no field {self._match!r}, which match needs")
-        return request_of(item.index, item.seed, item.data, self._line.items, has_index=self._match is None)
+        return request_of(item.index, item.seed, item.data, self._line.items, has_index=self._has_index)
 
 
 def _start_stream(program: SubmittedProgram, guard: Guard, out: Lines, err: ToLog) -> Child:
