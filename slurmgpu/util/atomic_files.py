@@ -18,6 +18,7 @@ from slurmgpu.util.shared_files import (
     FULL,
     PATIENCE_S,
     UnusableFileError,
+    give_mode,
     link_first,
     naming,
     open_to_overwrite,
@@ -29,15 +30,14 @@ log = logging.getLogger(__name__)
 
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
-_NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
-
 _T = TypeVar("_T")
 
 
 def date_in_whole_seconds(path: Path) -> None:
     """Set a file's modification time to now, in whole seconds, which every copy keeps."""
     now = int(time.time())
-    os.utime(path, (now, now))
+    with naming(path):  # os.utime's errors name no file
+        os.utime(path, (now, now))
 
 
 def fsync_dir(path: Path, patience_s: float = PATIENCE_S) -> None:
@@ -101,7 +101,7 @@ def whole_file(
         with open(partial, "wb") as file:
             if mode is not None:
                 with naming(path):
-                    _give_mode(file.fileno(), mode)
+                    give_mode(file.fileno(), mode)
             else:
                 keep_readers(file.fileno(), path, patience_s)
             yield file
@@ -124,7 +124,7 @@ def keep_readers(fd: int, path: Path, patience_s: float = PATIENCE_S) -> None:
         readers = former.st_mode & (stat.S_IROTH | of_group)
         if stat.S_ISREG(former.st_mode) and readers & ~new.st_mode:
             with naming(path):
-                _give_mode(fd, stat.S_IMODE(new.st_mode) | readers)
+                give_mode(fd, stat.S_IMODE(new.st_mode) | readers)
 
 
 def _has_access_list(path: Path) -> bool:
@@ -133,15 +133,6 @@ def _has_access_list(path: Path) -> bool:
         return "system.posix_acl_access" in os.listxattr(path, follow_symlinks=False)
     except OSError:  # the file system has none
         return False
-
-
-def _give_mode(fd: int, mode: int) -> None:
-    try:
-        os.fchmod(fd, mode)
-    except OSError as error:
-        # Shares and FAT may have the same mode for all files: it is enough that others may do no more than asked for.
-        if error.errno not in _NO_MODES or os.fstat(fd).st_mode & ~mode & 0o066:
-            raise
 
 
 def write_bytes(

@@ -43,6 +43,7 @@ NO_HARD_LINKS = frozenset(
 """Errors of a link within a folder on a file system without hard links. EXDEV is that of a union of several disks."""
 _NO_OTHER_GROUP = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EINVAL}
 """EINVAL: a user namespace, such as a container's, does not have the group."""
+_NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 PATIENCE_S = 60.0
 """How long an operation is retried by default: NFS clients use a cached answer no longer than that."""
 BRIEF_PATIENCE_S = 5.0
@@ -403,7 +404,7 @@ def move(source: Path, target: Path) -> None:
 
     def put() -> None:
         try:
-            shutil.move(source, target)
+            shutil.move(source, target, _copy)
         except FileNotFoundError:
             if not exists(target, 0.0):
                 raise
@@ -422,6 +423,28 @@ def move(source: Path, target: Path) -> None:
             os.fsync(moved.fileno())
 
     retried(put)
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file with its time and mode; `shutil.copy2` fails where a share refuses chmod, whatever the mode is."""
+    shutil.copyfile(source, target)
+    with naming(target), open(target, "rb") as copy:
+        found, made = os.stat(source), os.fstat(copy.fileno())  # noqa: PTH116
+        os.utime(copy.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+        if (mode := stat.S_IMODE(found.st_mode)) != stat.S_IMODE(made.st_mode):
+            give_mode(copy.fileno(), mode)
+
+
+def give_mode(fd: int, mode: int) -> None:
+    """Set the mode of an open file, also where the file system refuses to, if others may do no more than asked for.
+
+    Shares and FAT may have the same mode for all files; with access lists alone there is no chmod.
+    """
+    try:
+        os.fchmod(fd, mode)
+    except OSError as error:
+        if error.errno not in _NO_MODES or os.fstat(fd).st_mode & ~mode & 0o066:
+            raise
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -253,8 +253,34 @@ def test_a_file_that_is_moved_though_the_reply_is_lost_is_there(tmp_path, monkey
         move(tmp_path / "a", tmp_path / "c")
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o755, 0o600])
+def test_a_file_is_moved_to_a_file_system_that_refuses_chmod(tmp_path, monkeypatch, mode):
+    """GPFS with access lists alone does, and shares of a Windows server; /tmp is another file system than theirs."""
+
+    def refused(number):
+        def refuse(*given, **options):
+            raise OSError(number, os.strerror(number))
+
+        return refuse
+
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "a").chmod(mode)
+    os.utime(tmp_path / "a", (1000, 1000))
+    monkeypatch.setattr(os, "rename", refused(errno.EXDEV))
+    monkeypatch.setattr(os, "chmod", refused(errno.EPERM))
+    monkeypatch.setattr(os, "fchmod", refused(errno.EPERM))
+    if mode == 0o600:  # others could read the copy
+        with pytest.raises(PermissionError) as failed:
+            move(tmp_path / "a", tmp_path / "b")
+        assert failed.value.filename == str(tmp_path / "b")
+    else:
+        move(tmp_path / "a", tmp_path / "b")
+        assert (tmp_path / "b").read_text() == "x"
+        assert (tmp_path / "b").stat().st_mtime == 1000
+
+
 def test_a_file_for_which_a_disk_has_no_room_is_named_as_it_would_be_there(tmp_path, monkeypatch):
-    def full(source, target):
+    def full(source, target, copy):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
 
     monkeypatch.setattr(shutil, "move", full)
