@@ -36,9 +36,9 @@ def executors_of(run: Run) -> list[tuple[Executor, Lines]]:
     return [(executor_named(name), lines) for name, lines in (found or {DEFAULT: []}).items()]
 
 
-def queueing(run: Run) -> Iterator[Executor]:
-    """The executors of a run that are installed here; the default one of a run without submissions."""
-    for name in dict.fromkeys(line["executor"] for line in run.submissions()) or {DEFAULT: None}:
+def queueing(lines: Lines) -> Iterator[Executor]:
+    """The executors of a run's submissions that are installed here; the default one if there are none."""
+    for name in dict.fromkeys(line["executor"] for line in lines) or {DEFAULT: None}:
         with contextlib.suppress(SlurmGPUError):
             yield executor_named(name)
 
@@ -52,7 +52,7 @@ def queued_jobs(
     """
     found = [
         executor.queued(run, None if among is None else among[executor.name], last)
-        for executor in queueing(run)
+        for executor in queueing(run.submissions())
         if among is None or executor.name in among
     ]
     if last is not None and any(jobs is last for jobs in found):
@@ -63,6 +63,6 @@ def queued_jobs(
 
 def accounting_of(run: Run, *, settled: bool = False) -> Accounting | None:
     """The attempts of a run's tasks from the accounting of its executors, as `Executor.accounting`."""
-    found = [executor.accounting(run, settled=settled) for executor in queueing(run)]
+    found = [executor.accounting(run, settled=settled) for executor in queueing(run.submissions())]
     answers = [answer for answer in found if answer is not None]
     return {task: each for answer in answers for task, each in answer.items()} if answers else None

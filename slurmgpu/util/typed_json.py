@@ -17,7 +17,7 @@ def check_objects(where: str, objects: Sequence[Any], wanted: Any) -> None:
     """
     if not all(isinstance(each, dict) for each in objects):
         raise ValueError(f"{where}not all are objects")
-    for key, hint in get_type_hints(wanted).items():
+    for key, hint in _hints_of(wanted).items():
         values = [each[key] for each in objects if key in each]
         if len(values) < len(objects) and key in wanted.__required_keys__:
             raise ValueError(f"{where}{key} is missing")
@@ -42,7 +42,7 @@ def check_kinds(value: Mapping[str, Any], wanted: type, required: Collection[str
 def _kinds_of(wanted: type) -> dict[str, tuple[frozenset[type], frozenset[type]]]:
     """For each key with a restricted type: its types, and the types of the elements if it may be a list."""
     found = {}
-    for name, hint in get_type_hints(wanted).items():
+    for name, hint in _hints_of(wanted).items():
         hints = _hints_in(hint)
         lists = [each for each in hints if list in _types_of(each) and get_args(each)]
         kinds, within = (_types_of_all(each) for each in (hints, [x for a in lists for x in _hints_in(get_args(a)[0])]))
@@ -51,6 +51,13 @@ def _kinds_of(wanted: type) -> dict[str, tuple[frozenset[type], frozenset[type]]
     return found
 
 
+# Cached, as `list` checks thousands of reports: typing takes longer to evaluate annotations than the checks take.
+@functools.cache
+def _hints_of(wanted: Any) -> Mapping[str, Any]:
+    return get_type_hints(wanted)
+
+
+@functools.cache
 def _hints_in(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
@@ -79,6 +86,7 @@ def _check_values(where: str, values: Sequence[Any], hint: Any) -> None:
             _check_values(where, [value for part in inner for value in part.values()], get_args(each)[1])
 
 
+@functools.cache
 def _types_of(hint: Any) -> frozenset[type]:
     """The types of JSON values that fit an annotation other than a union."""
     kind = get_origin(hint) or hint

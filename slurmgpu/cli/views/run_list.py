@@ -20,12 +20,13 @@ from slurmgpu.cli.views.columns import bare_table
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors.interface import Executor
 from slurmgpu.executors.registry import queued_jobs, queueing
-from slurmgpu.report.completeness import is_complete
+from slurmgpu.report.completeness import has_every_row, is_final
 from slurmgpu.report.queued import Queue
 from slurmgpu.report.report_file import read_report
 from slurmgpu.report.states import is_told
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
+from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.slurm.queue import in_short
 from slurmgpu.util.amounts import count_of, share_of, span_of
 from slurmgpu.util.exceptions import described
@@ -169,8 +170,9 @@ def _ask_queues(runs: Sequence[Run], notes: Counter[str]) -> dict[str, Sequence[
     wanted: dict[Executor, bool] = {}
     for run in runs:
         with contextlib.suppress(Exception):  # the run's own row says what is wrong with it
-            is_queued = any(line["state"] == "queued" for line in run.submissions())
-            wanted |= {executor: is_queued or wanted.get(executor, False) for executor in queueing(run)}
+            lines = run.submissions()
+            is_queued = any(line["state"] == "queued" for line in lines)
+            wanted |= {executor: is_queued or wanted.get(executor, False) for executor in queueing(lines)}
     found: dict[str, Sequence[Any]] = {}
     for executor, is_queued in wanted.items():
         try:
@@ -217,7 +219,7 @@ def _enter_standing(row: Row, run: Run, queued: Queue | None) -> None:
     except SlurmGPUError as error:
         report, problem = None, str(error)
     lines = run.submissions()
-    merged = is_complete(run)
+    merged = is_final(lines) and has_every_row(read_merged_head(run.merged), run.plan)
     n_done = run.plan.n_items if merged else sum(b - a for a, b in map(run.plan.bounds, run.published()))
     if report is None or not is_told(lines, report["submissions"], queued):
         status = read_status(run, queued)
