@@ -67,6 +67,11 @@ class InputSpec:
         return hashlib.sha256("".join(f"{file.sha256}\n" for file in self.files).encode()).hexdigest()
 
     @property
+    def are_rows(self) -> bool:
+        """Whether the items are rows of the merged files of earlier runs."""
+        return self.format == "h5"
+
+    @property
     def readable(self) -> list[Path]:
         """The files to read without an index, by their suffixes: for repacked text, its sources."""
         has_lines = self.repacked and self.format != "parquet"

@@ -75,7 +75,8 @@ class Computer:
 
     Failures that may pass are retried up to `retries` times, at the shard's end: rank 0 sends the others what to retry
     with `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
-    Rows get the fields `kept` of their items, by column; the log names an item by its field `key`.
+    Rows get the fields `kept` of their items, by column; the log names an item by its field `key`. If `items_are_rows`
+    of an earlier run, failed ones fail again, because their values are blanks.
 
     As long as all calls fail in the same way, and the worker `doubts()` that the workload works, a failed call is not
     halved, which could take hours for a program that loads a model. Instead its items are computed alone, in random
@@ -101,6 +102,7 @@ class Computer:
     share: Callable[[Any], Any] = lambda value: value
     kept: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
+    items_are_rows: bool = False
     following: Callable[[], Sequence[Item]] = tuple
     meanwhile: Callable[[], None] = lambda: None
     doubts: Callable[[], bool] = lambda: False
@@ -140,7 +142,10 @@ class Computer:
                     found.kept[item.index] = kept_values(self.kept, item.data)
                 if self.kept:
                     check_kept(self.kept, item.data)
-                good.append(item)
+                if self.items_are_rows and (error := item.data.get("error")):
+                    found.rows[item.index] = Failure("input_error", f"it is a failed row of an earlier run: {error}")
+                else:
+                    good.append(item)
             except ItemError as error:
                 found.rows[item.index] = Failure("item_error", message_of(error))
         if (key := self.workload.sort_key) is not None:

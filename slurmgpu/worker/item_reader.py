@@ -29,6 +29,7 @@ class ItemReader:
         except (OSError, SlurmGPUError) as error:
             raise WorkerFailedError(class_of(error, INPUT), str(error)) from error
         self.is_indexed = self._reader.is_indexed
+        self.items_are_rows = spec.are_rows
 
     def __enter__(self) -> ItemReader:
         return self

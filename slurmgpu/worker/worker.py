@@ -134,7 +134,7 @@ class Worker:
                 self.on_resumable()
             self._report_used()
             self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
-            computer = self._computer(workload, columns)
+            computer = self._computer(workload, columns, items_are_rows=reader.items_are_rows)
             looks_ahead = workload.prepare is not None and self._is_plain
             if looks_ahead:
                 self._source.look_ahead(computer, reader)
@@ -154,7 +154,7 @@ class Worker:
                 self._publisher.close()
             log_outside(plan, self.assignment.code, outside)
 
-    def _computer(self, workload: Adapted, columns: Mapping[str, Column]) -> Computer:
+    def _computer(self, workload: Adapted, columns: Mapping[str, Column], *, items_are_rows: bool) -> Computer:
         plan = self.run.plan
         return Computer(
             workload,
@@ -171,6 +171,7 @@ class Worker:
             share=self.group.broadcast,
             kept=plan.keep,
             key=plan.key,
+            items_are_rows=items_are_rows,
             doubts=lambda: self._is_plain and self._unpublished.doubts(),
             is_enough=lambda n_failed: n_failed >= FEW and self._unpublished.is_enough(n_failed),
             tell=self._tell,

@@ -972,6 +972,25 @@ def test_the_merged_file_of_a_run_is_the_input_of_the_next(project, slurmgpu, co
     assert texts == [f"item {i} of many" for i in range(100)]
 
 
+def test_rows_that_failed_in_an_earlier_run_fail_in_the_next(project, slurmgpu):
+    """Their values are blanks, which would give plausible rows."""
+    folder = project(8, settings={"faults": {"3": "item_error"}})
+    slurmgpu(*DEBUG, cwd=folder, expect=0)
+    text = (folder / "slurmgpu.toml").read_text().partition("[settings]")[0].replace("items.jsonl", "run/merged.h5")
+    text = text.replace("workloads.py:Rows", "next.py:Again").replace('"run"', '"next"')
+    (folder / "next.toml").write_text(text)
+    (folder / "next.py").write_text(
+        "from slurmgpu import Array\n\n\nclass Again:\n    columns = {'n': Array('int64')}\n    batch_size = 4\n\n"
+        "    def __call__(self, items):\n        return [{'n': len(item.data['shout'])} for item in items]\n"
+    )
+    done = slurmgpu("submit", "next.toml", *DEBUG[1:], cwd=folder, expect=0)
+    with package.open(folder / "next" / "merged.h5") as merged:
+        assert merged.errors == {3: "input_error: it is a failed row of an earlier run: item_error: not this one"}
+        assert merged["n"][:].tolist() == [0 if i == 3 else len(f"item {i} of many") for i in range(8)]
+    assert "\nthe same input fails again: correct it, or recompute" in done.stdout
+    assert "resubmit" not in done.stdout
+
+
 def test_text_in_brackets_and_colons_is_shown_as_it_is(project, slurmgpu):
     folder = project(20, settings={"faults": {"3": "item_error"}})
     source = (folder / "workloads.py").read_text().replace('"not this one"', '"[INST] 3:100:7 [/INST]"')

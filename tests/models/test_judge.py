@@ -353,7 +353,7 @@ def test_two_runs_are_compared_item_by_item(project, slurmgpu, adder):
     with library.open(folder / "run" / "merged.h5") as merged:
         assert list(merged.errors) == [0, 3]
         assert "the item failed in" in merged.errors[0]
-        assert "the judged item failed" in merged.errors[3]
+        assert merged.errors[3] == "input_error: it is a failed row of an earlier run: item_error: it fails"
         assert len(merged["verdicts"][1]) == 2
     summary = report(folder)["summary"]
     assert summary["agreement_rate"] + summary["position_bias_rate"] == 1

@@ -130,6 +130,11 @@ def _show_next(report: Report) -> None:
         result(f"\n{words}: {report['resubmit']}")
         if same and not report["n_rows"]:
             result(OTHER_RUN)
+    elif [*report["errors_by_class"]] == ["input_error"]:
+        result(
+            "\nthe same input fails again: correct it, or recompute the failed items of the earlier run that it comes "
+            "from, then submit a new run with another --run-dir"
+        )
     elif report["n_errors"] == report["n_rows"] > 1 and report["errors"]:
         result(f"\nEvery item failed: slurmgpu logs {folder} --item {report['errors'][0]['index']} shows where.")
         result(f"after fixing the code, recompute them {by}: {again}")
