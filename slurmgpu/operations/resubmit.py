@@ -112,7 +112,7 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
     else:
         taken, changed = former.code_now(run, run.plan.container, asked.functions, writes=writes)
         planned = snapshots.code_digest(run.submissions()[:1])
-        if taken["digest"] != planned and owners.why_foreign(run) is None:
+        if planned not in (None, taken["digest"]) and owners.why_foreign(run) is None:
             refuse_other_columns(run.plan)
     if asked.other_code:
         again = former.with_rows_of_others(run, again, taken["digest"])
