@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ BART = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SI
 BART |= {"d_model": 32, "max_position_embeddings": 18, "pad_token_id": 0}
 OF_TWO = {"t5": T5, "mt5": T5, "bart": BART, "m2m_100": BART}
 """Families of an encoder with a decoder."""
+DECODERS = {
+    "qwen3": {**SMALL, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 16, "pad_token_id": 0}
+}
 
 
 def save_encoder(folder: Path, family: str, *, has_ends: bool = True) -> str:
@@ -70,7 +74,7 @@ def save_encoder(folder: Path, family: str, *, has_ends: bool = True) -> str:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-    sizes = {**FAMILIES, **OF_TWO}[family]
+    sizes = {**FAMILIES, **OF_TWO, **DECODERS}[family]
     torch.manual_seed(0)
     # Wide initial weights, so that the number and order of tokens matter.
     wide = {"initializer_factor": 1.0} if "d_kv" in sizes else {"initializer_range": 0.5}
@@ -185,7 +189,7 @@ def test_pooling_and_length_are_the_models_own_unless_they_are_given(tmp_path, p
     [
         ([], {"pooling_mode_max_tokens": True}, "'max'"),
         ([], {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "'cls+mean'"),
-        ([], {"pooling_mode": "lasttoken"}, "'lasttoken'"),
+        ([], {"pooling_mode": "weightedmean"}, "'weightedmean'"),
         (
             [{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}],
             {"pooling_mode": "mean"},
@@ -297,8 +301,9 @@ def tiny(tmp_path_factory):
     return save_encoder(tmp_path_factory.mktemp("tiny"), "bert")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize(
+    ("family", "pooling"), [*product(FAMILIES, ["mean", "cls"]), ("bert", "lasttoken"), ("qwen3", "lasttoken")]
+)
 def test_batch_mates_and_padding_do_not_change_an_embedding(tmp_path, family, pooling):
     workload = loaded(model=save_encoder(tmp_path, family), pooling=pooling, dtype="float32")
     # The second is longer than all but XLNet have positions for.
@@ -612,14 +617,22 @@ def test_embeddings_of_a_t5_are_its_encoders_as_from_sentence_transformers(tmp_p
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("family", ["bert", "distilbert"])
 @pytest.mark.parametrize(
-    "said", [{}, {"include_prompt": False}, {"include_prompt": False, "pooling_mode_cls_token": True}]
+    ("family", "said"),
+    [
+        *product(
+            ["bert", "distilbert"],
+            [{}, {"include_prompt": False}, {"include_prompt": False, "pooling_mode_cls_token": True}],
+        ),
+        ("qwen3", {"pooling_mode_lasttoken": True}),
+        ("qwen3", {"pooling_mode_lasttoken": True, "include_prompt": False}),
+    ],
 )
 def test_prompts_are_applied_and_left_out_as_sentence_transformers_does(tmp_path, family, said):
     from sentence_transformers import SentenceTransformer
 
-    pooling = {"pooling_mode_mean_tokens": "pooling_mode_cls_token" not in said, **said}
+    is_mean = not any(name.startswith("pooling_mode") for name in said)
+    pooling = {"pooling_mode_mean_tokens": is_mean, **said}
     model = with_prompts(tmp_path, family, **pooling)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({**json.loads((tmp_path / "tokenizer_config.json").read_text()), "padding_side": "right"})

@@ -31,7 +31,7 @@ from slurmgpu.workloads.progress import Progress
 log = logging.getLogger(__name__)
 
 Dtype = Literal["float16", "float32"]
-Pooling = Literal["mean", "cls"]
+Pooling = Literal["mean", "cls", "lasttoken"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 HIDDEN_SIZE_KEYS = ("hidden_size", "dim", "d_model", "n_embd")  # BERT's, DistilBERT's, XLNet's, GPT-2's
@@ -55,10 +55,10 @@ class Embed:
 
     `model` is a name on the Hugging Face hub (pin its `revision`), a folder, or "package:NAME" for the model in an
     installed Python package. `field` names the text in an item; `prefix` is put before it, as E5 models need. `pooling`
-    makes one vector of a text's tokens: their "mean", or the first, "cls". `max_tokens` cuts a text. The defaults of
-    these three are those of a sentence-transformers model (of `prefix`, its default prompt), else no prefix, "mean",
-    and as many tokens as tokenizer and model allow. Where such a model's pooling leaves its prompt out, the tokens of
-    `prefix` are left out, too.
+    makes one vector of a text's tokens: their "mean", the first, "cls", or the "lasttoken". `max_tokens` cuts a text.
+    The defaults of these three are those of a sentence-transformers model (of `prefix`, its default prompt), else no
+    prefix, "mean", and as many tokens as tokenizer and model allow. Where such a model's pooling leaves its prompt out,
+    the tokens of `prefix` are left out, too.
     `normalize` scales vectors to length 1, so that a dot product is a cosine. `precision` is that of the computation:
     "fp32", "bf16" or "fp16"; `dtype` is that of the column: "float16" or "float32".
     """
@@ -278,6 +278,9 @@ class Embed:
             first = self._n_left_out  # every text has more tokens
             if self.pooling == "cls":
                 vectors = tokens[:, first]
+            elif self.pooling == "lasttoken":
+                last = batch["attention_mask"].sum(1) - 1  # padding is on the right
+                vectors = tokens[torch.arange(len(tokens), device=tokens.device), last]
             else:
                 mask = batch["attention_mask"][:, first:].unsqueeze(-1)
                 vectors = (tokens[:, first:] * mask).sum(1) / mask.sum(1)
@@ -313,7 +316,7 @@ def _own_pooling(folder: Path) -> str | None:
         if step not in ("Transformer", "Normalize", *get_args(Pooling)):
             raise SlurmGPUError(
                 f"embed: the model in {folder} has a step {step!r}, which embed does not compute;"
-                ' set pooling = "mean" or "cls" to skip it.'
+                ' set pooling to "mean", "cls" or "lasttoken" to skip it.'
             )
     return pooling
 
