@@ -11,8 +11,12 @@ SIGNALS = {*range(1, 32)} - {signal.SIGALRM, signal.SIGCHLD}
 """Not those of pytest-timeout and of PyTorch, which sets its own once, for processes that read batches."""
 
 
+NOT_OF_TESTS = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""Variables of pytest, and those that the first import of scikit-learn sets, in whichever test that is."""
+
+
 def _variables():
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in NOT_OF_TESTS}
 
 
 def _put_variables(before):
