@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.plan.run_file import Resources
 from slurmgpu.util.amounts import count_of
 
@@ -48,6 +49,8 @@ def allocate(resources: Resources, n_shards: int | None) -> Allocation:
             f'Set processes = "per-gpu".'
         )
     per_node = resources.tasks_per_node or 1
+    if per_node > 1 and not EXECUTORS.make(resources.executor).queues:
+        per_node = 1  # here tasks share a node in any case
     if per_node > 1 and nodes > 1:
         raise SlurmGPUError(
             f"tasks_per_node = {per_node} and nodes_per_task = {nodes}: several tasks share a node, or a task has "

@@ -220,6 +220,12 @@ def test_contradicting_resources_are_refused(asked, said):
         allocate(Resources(**asked), n_shards=10)
 
 
+@pytest.mark.parametrize("asked", [{"gpus": 6, "array": True}, {"gpus": 4}, {"gpus": 4, "nodes_per_task": 2}])
+def test_executors_that_share_no_nodes_do_without_tasks_per_node(asked):
+    alone = Resources(executor="local", processes="per-gpu", **asked)
+    assert allocate(alone.model_copy(update={"tasks_per_node": 4}), 10) == allocate(alone, 10)
+
+
 def test_an_unknown_key_is_refused_with_a_suggestion(project):
     folder = project()
     edit(folder, "shard_items", "shard_itms")
