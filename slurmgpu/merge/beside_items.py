@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from slurmgpu.shards.columns import stored_columns
 from slurmgpu.util.json_values import json_value
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from slurmgpu.results.constants import Constants
 
 log = logging.getLogger(__name__)
@@ -23,13 +26,15 @@ log = logging.getLogger(__name__)
 PREFIX = "item."
 _AT_ONCE = 256
 """How many items are read at a time."""
+_IN_TABLE = 2048
+"""The most rows of an Arrow table."""
 
 Read = Callable[[Sequence[int]], list[Mapping[str, Any] | ItemError]]
 
 
 @dataclass
 class BesideItems:
-    """The rows of a selection, with a column for each field of their items; replaces `Selection` for line formats.
+    """The rows of a selection, with a column for each field of their items; replaces `Selection` in exports.
 
     `names` are columns and `item.FIELD`; by default all. `constants` are as in `Selection`. Fields of an item that
     cannot be read are null.
@@ -70,6 +75,39 @@ class BesideItems:
                     values = {**dict(zip(own, row, strict=True)), **{f"{PREFIX}{k}": v for k, v in data.items()}}
                     yield tuple(values.get(name) for name in self.columns)
 
+    def tables(self) -> Iterator[pa.Table]:
+        """The chosen rows as Arrow tables of one schema, of at most `_IN_TABLE` rows."""
+        types = self._item_types
+        with open_items(self.run) as read:
+            for table in self._rows.tables():
+                for start in range(0, len(table), _IN_TABLE):
+                    some = table.slice(start, _IN_TABLE)
+                    yield self._beside(some, _data(read, some["index"].to_pylist()), types)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of the tables."""
+        return self._beside(self._rows.schema.empty_table(), [], self._item_types).schema
+
+    def _beside(
+        self, table: pa.Table, items: Sequence[Mapping[str, Any]], types: Mapping[str, pa.DataType | None]
+    ) -> pa.Table:
+        from slurmgpu.results.arrow import array_of_json
+
+        for name, kind in types.items():
+            table = table.append_column(f"{PREFIX}{name}", array_of_json([data.get(name) for data in items], kind))
+        return table.select(self.columns)
+
+    @functools.cached_property
+    def _item_types(self) -> Mapping[str, pa.DataType | None]:
+        """The common Arrow types of the items' fields among the columns, over all chosen rows."""
+        from slurmgpu.results.json_types import common_types
+
+        def values_in(some: Sequence[Mapping[str, Any]]) -> Callable[[str], list[Any]]:
+            return lambda name: [data.get(name) for data in some]
+
+        return common_types(fields_among(self.columns), map(values_in, self._items_met()))
+
     def known_fields(self) -> set[str]:
         """The fields of the first chosen items, if these have all that were asked for; else of all chosen items."""
         wanted, known = fields_among(self.columns), set[str]()
@@ -84,12 +122,17 @@ class BesideItems:
         return list(dict.fromkeys(name for fields in self._fields_met() for name in fields))
 
     def _fields_met(self) -> Iterator[Iterable[str]]:
+        for some in self._items_met():
+            yield from some
+
+    def _items_met(self) -> Iterator[list[Mapping[str, Any]]]:
+        """The items of the chosen rows, some at a time."""
         indices = (
             row[0] for row in Selection(self.source, ["index"], self.where, constants=self.constants).plain_rows()
         )
         with open_items(self.run) as read:
             while some := list(islice(indices, _AT_ONCE)):
-                yield from _data(read, some)
+                yield _data(read, some)
 
 
 def fields_among(names: Iterable[str]) -> list[str]:

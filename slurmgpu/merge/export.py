@@ -171,8 +171,7 @@ def _export(source: Path | Run, format: str, output: Path, chosen: Choice) -> Ex
         _refuse_used(output)
     with _opened(source) as rows:
         if format == FOLDER:
-            _refuse_items(chosen, format)
-            selection = Selection(rows, chosen.columns, chosen.where)
+            selection = _chosen_rows(rows, chosen)
             with beside(output) as partial:
                 partial.mkdir()
                 exported = _exported(rows, _write_data_set(selection, partial), selection)
@@ -204,12 +203,12 @@ def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choic
     if not is_own and format not in FORMATS:
         raise SlurmGPUError(f"There is no export format {format!r}.{did_you_mean(format, FORMATS)}")
     if not is_own and (write := LINE_FORMATS.get(format)):
-        lines = _lines(rows, chosen)
+        lines = _chosen_rows(rows, chosen)
         return _exported(rows, write(lines, file), lines)
-    _refuse_items(chosen, format)
     if not is_own and format == "parquet":
-        selection = Selection(rows, chosen.columns, chosen.where)
+        selection = _chosen_rows(rows, chosen)
         return _exported(rows, _write_parquet(selection, file), selection)
+    _refuse_items(chosen, format)
     if chosen.columns or chosen.where is not None:
         raise SlurmGPUError(f"Format {format!r} always has all columns and rows: leave out --columns and --where.")
     if (merged := rows.merged) is None:
@@ -227,13 +226,13 @@ def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choic
 def _refuse_items(chosen: Choice, format: str) -> None:  # noqa: A002
     if chosen.reads_items:
         raise SlurmGPUError(
-            f"Format {format!r} cannot have fields of the items: --with-items, and columns such as item.text, are for "
-            f"{' and '.join(LINE_FORMATS)}. For all formats, `keep` in the run file makes fields columns of the run."
+            f"Format {format!r} cannot have fields of the items: leave out --with-items and columns such as item.text. "
+            "For all formats, `keep` in the run file makes fields columns of the run."
         )
 
 
-def _lines(rows: RunRows | FileRows, chosen: Choice) -> Selection | BesideItems:
-    """The chosen rows for a line format, with their items if requested."""
+def _chosen_rows(rows: RunRows | FileRows, chosen: Choice) -> Selection | BesideItems:
+    """The chosen rows, with their items if requested."""
     if not chosen.reads_items:
         if isinstance(rows, RunRows):
             refuse_bare_fields(rows.run, chosen.columns, stored_columns(rows.columns))
@@ -282,7 +281,7 @@ def _write_csv(selection: PlainRows, file: IO[bytes]) -> int:
     return n_rows
 
 
-def _write_parquet(selection: Selection, file: IO[bytes]) -> int:
+def _write_parquet(selection: Selection | BesideItems, file: IO[bytes]) -> int:
     try:
         from pyarrow.parquet import ParquetWriter
     except ImportError as error:
@@ -295,7 +294,7 @@ def _write_parquet(selection: Selection, file: IO[bytes]) -> int:
     return n_rows
 
 
-def _write_data_set(selection: Selection, folder: Path) -> int:
+def _write_data_set(selection: Selection | BesideItems, folder: Path) -> int:
     try:
         from slurmgpu.results.data_set import write_data_set
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,14 @@ def value_types(
 ) -> dict[str, pa.DataType | None]:
     """The common types of the values of columns that declare none; `parts` as in `common_types`."""
     return common_types([name for name, column in columns.items() if column.typed_by_values], parts)
+
+
+def array_of_json(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
+    """JSON values of a type by `common_types` as an array; the text of their JSON if it is None or the null type."""
+    if kind is not None and not pa.types.is_null(kind):
+        return pa.array(values, kind)
+    texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    return pa.array(texts, pa.large_string())
 
 
 def empty(columns: Mapping[str, Column], types: Types) -> pa.Table:

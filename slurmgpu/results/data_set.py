@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
 
 from slurmgpu import __version__
-from slurmgpu.results.selection import Selection
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import fsync_dir, write_bytes
 
@@ -27,7 +27,20 @@ configs:
 """The data set card's metadata, by https://huggingface.co/docs/hub/datasets-manual-configuration."""
 
 
-def write_data_set(selection: Selection, folder: Path) -> int:
+class Tables(Protocol):
+    """Rows as Arrow tables of one schema."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of the tables."""
+        ...
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The tables, one after another."""
+        ...
+
+
+def write_data_set(selection: Tables, folder: Path) -> int:
     """Write the chosen rows into an empty folder, as one split `train`, and return their number."""
     data = folder / "data"
     data.mkdir()
@@ -48,7 +61,7 @@ def write_data_set(selection: Selection, folder: Path) -> int:
     return n_rows
 
 
-def _files(selection: Selection) -> Iterator[Iterator[pa.Table]]:
+def _files(selection: Tables) -> Iterator[Iterator[pa.Table]]:
     """The tables of each file; at least one file, which may have no row."""
     tables = selection.tables()
     first = next(tables, None)

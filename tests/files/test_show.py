@@ -102,7 +102,7 @@ def test_rows_are_exported_beside_the_fields_of_their_items(slurmgpu, run):
             ("a.csv", "--columns", "score,text"),
             "There is no column 'text'; for the field of the items write item.text.",
         ),
-        (("a.parquet", "--with-items"), "are for jsonl and csv"),
+        (("a.pt", "--with-items"), "'pt' cannot have fields of the items"),
         (("a.csv", "--with-items", "--columns", "score"), "name item.FIELD in --columns"),
         (("a.csv", "--columns", "item.txet"), "No item has the field 'txet'. Did you mean 'text'?"),
         (("a.csv", "--columns", "item.id,item.id"), "'item.id' is named twice"),
@@ -117,6 +117,35 @@ def test_rows_are_exported_beside_the_fields_of_their_items(slurmgpu, run):
     odd.rename(run)
     items.write_text("{}\n")
     assert "The input has changed" in slurmgpu("export", run, "-o", "-", "--with-items", expect=2).stderr
+
+
+def test_fields_of_items_have_types_in_parquet_and_in_a_data_set(tmp_path, slurmgpu):
+    pq = pytest.importorskip("pyarrow.parquet")
+    texts = [{"id": 7, "tags": ["a"], "meta": {"n": 1}, "odd": 1}, {"id": 8, "meta": {"m": 0.5}, "odd": "x"}, {"id": 9}]
+    lines = [{**text, "none": None} for text in texts] * 1000
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = published_run(
+        tmp_path / "run", COLUMNS, [*map(row, range(3000))], None, 1500, input_file=tmp_path / "items.jsonl"
+    ).folder
+    slurmgpu("export", run, tmp_path / "all.parquet", "--with-items", expect=0)
+    whole = pq.ParquetFile(tmp_path / "all.parquet").read()
+    plain = [
+        json.loads(line) for line in slurmgpu("export", run, "-o", "-", "--with-items", expect=0).stdout.splitlines()
+    ]
+    assert whole.column_names == list(plain[0])
+    assert str(whole.schema.field("item.id").type) == "int64"
+    assert whole["item.id"].to_pylist() == [line["item.id"] for line in plain]
+    assert whole["item.tags"].to_pylist()[:3] == [["a"], None, None]
+    assert whole["item.meta"].to_pylist()[-3:] == [{"n": 1, "m": None}, {"n": None, "m": 0.5}, None]
+    assert whole["item.odd"].to_pylist()[:3] == ["1", '"x"', None]
+    assert set(whole["item.none"].to_pylist()) == {None}
+    assert whole["index"].to_pylist() == list(range(3000))
+    names = ["--columns", "item.id,score", "--where", "score > 374.7"]
+    slurmgpu("export", run, "-o", tmp_path / "set", "--format", "hf", *names, expect=0)
+    [file] = (tmp_path / "set" / "data").iterdir()
+    assert pq.ParquetFile(file).read().to_pylist() == [{"item.id": 8 + n, "score": 374.75 + n / 8} for n in range(2)]
+    slurmgpu("export", run, tmp_path / "none.parquet", "--columns", "item.id", "--where", "score < 0", expect=0)
+    assert pq.ParquetFile(tmp_path / "none.parquet").read().num_rows == 0
 
 
 @pytest.mark.parametrize("name", ["jsonl", "csv"])
