@@ -67,7 +67,7 @@ class TrainingSettings:
     metric: str | None = None
     """Ranks epochs and configurations: "val_loss", "val_accuracy"; None: val_loss, else train_loss."""
     goal: Goal | None = None
-    """None: "min" if the last word of the metric's name is in `LESS`, else "max"."""
+    """None: "min" if the last word of the metric's name, before a final `rate`, is in `LESS`, else "max"."""
     patience: int | None = None
     """Evaluations without improvement after which training stops."""
     min_delta: float = 0.0
@@ -98,5 +98,5 @@ LESS = re.compile(r".*loss|error|err|perplexity|ppl|mse|rmse|mae|mape|nll|ce|kl|
 
 def goal_of(metric: str, goal: Goal | None = None) -> Goal:
     """The given goal, else that of the metric's name."""
-    last = metric.lower().rpartition("_")[2]
+    last = metric.lower().removesuffix("_rate").rpartition("_")[2]
     return goal or ("min" if LESS.fullmatch(last) else "max")

@@ -230,7 +230,10 @@ def test_min_lr_is_where_each_group_of_the_users_optimizer_ends():
     assert [group["lr"] for group in found.optimizer.param_groups] == pytest.approx([1e-4, 1e-5])
 
 
-@pytest.mark.parametrize("metric", ["val_loss", "val_focal_loss", "val_mse", "RMSE", "test_ppl", "val_top1_error"])
+@pytest.mark.parametrize(
+    "metric",
+    ["val_loss", "val_focal_loss", "val_mse", "RMSE", "test_ppl", "val_top1_error", "error_rate", "val_err_rate"],
+)
 def test_less_is_better_of_what_is_called_so(metric):
     assert goal_of(metric) == "min"
     assert goal_of(f"{metric}_free") == "max"
