@@ -224,8 +224,8 @@ def _check_lengths(groups: Sequence[Sequence[str]], values: Mapping[str, list[An
             raise SlurmGPUError(f"[sweep] zip: {said}; expected lists of the same length, whose values are paired.")
 
 
-_MEANT_AS_LIST = re.compile(r"\[.*|[-+.e\d]+(, ?[-+.e\d]+)+", re.DOTALL)
-"""A text that was probably meant as a list for `-s`, but lacks its last bracket, or quotes around words."""
+_MEANT_AS_LIST = re.compile(r"\[.*|[-+.e\d]+(, ?[-+.e\d]+)+|(range|\w+\.(arange|linspace))\(.*\)", re.DOTALL)
+"""A text that was probably meant as a list for `-s`, but lacks its last bracket, or quotes around words, or is code."""
 
 
 def _values(key: str, value: Any) -> list[Any] | Distribution:
@@ -233,8 +233,8 @@ def _values(key: str, value: Any) -> list[Any] | Distribution:
         return _distribution(key, value)
     if isinstance(value, str) and _MEANT_AS_LIST.fullmatch(value):
         raise SlurmGPUError(
-            f"[sweep] {key} is the text {value!r}; expected a list, such as [0.1, 0.4] or ['a', 'b']. "
-            f"For this single text, write a list with it."
+            f"[sweep] {key} is the text {value!r}; expected a list, such as [0.1, 0.4] or ['a', 'b'], or in a shell "
+            f'"sweep.{key}=[$(seq -s, 0 99)]". For this single text, write a list with it.'
         )
     values = value if isinstance(value, list) else [value]
     if not values:

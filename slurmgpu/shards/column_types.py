@@ -58,7 +58,7 @@ def _column(name: str, text: str, owner: str) -> Column:
         hint = "" if word in WORDS else did_you_mean(word, WORDS)
         raise SlurmGPUError(
             f"{owner}: the column {name!r} has the type {text!r}: {error}{hint} "
-            f"Write float32[3,4] for an array of a fixed shape, int32[] for one of any length."
+            f"Write float32[3,4] for an array of a fixed shape, int32[] for a flat one of any length."
         ) from error
 
 

@@ -179,6 +179,8 @@ def test_numbers_are_spread_as_the_distribution_says():
         ({"random": 3}, "[sweep] has no key to vary"),
         ({"lr": []}, "[sweep] lr is an empty list"),
         ({"lr": "[0.1, high"}, "[sweep] lr is the text '[0.1, high'; expected a list, such as [0.1, 0.4]"),
+        ({"seed": "range(100)"}, "expected a list, such as [0.1, 0.4] or ['a', 'b'], or in a shell \"sweep.seed=[$("),
+        ({"lr": "np.linspace(0, 1, 5)"}, "[sweep] lr is the text 'np.linspace(0, 1, 5)'; expected a list"),
         ({"lr": "0.1,1e-3"}, "[sweep] lr is the text '0.1,1e-3'; expected a list"),
         ({"lr": [0.1, 0.1]}, "[sweep] lr has the value 0.1 twice"),
         ({"lr": math.nan}, "[sweep] lr has the value nan; expected"),
