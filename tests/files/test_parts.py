@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -371,6 +372,7 @@ def test_the_shard_with_the_most_parts_left_is_joined_and_none_twice(run):
     second.mkdir()
     for name in ("00000", "00001.json", "00001"):
         (folder / name).touch()
+    (second.parent / "x.0.1").touch()  # not a stage's name
     assert other.shard_to_join([0, 1]) == 1
     assert other.shard_to_join([0]) == 0
     for name in ("00002", "00003.json"):
@@ -423,6 +425,19 @@ def test_a_shard_is_joined_once_its_holder_divides_and_waited_for_during_a_lease
     assert mine.shard_to_join([0, 1]) is None
     stage_folder(run).mkdir(parents=True)
     assert mine.shard_to_join([0, 1]) == 0
+
+
+def test_a_run_that_is_merged_during_a_look_has_no_part_left(run, monkeypatch):
+    stage_folder(run).mkdir(parents=True)
+    list_folder = module.os.listdir
+
+    def listed(folder):
+        names = list_folder(folder)
+        shutil.rmtree(run.folder / "parts")
+        return names
+
+    monkeypatch.setattr(module.os, "listdir", listed)
+    assert Parts(run, Claim("two", "two.0", "node", 1), 1).shard_to_join([0]) is None
 
 
 def test_a_look_for_a_shard_to_join_makes_no_file_and_lists_few_folders(tmp_path, monkeypatch):
