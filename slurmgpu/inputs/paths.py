@@ -103,8 +103,6 @@ def passed_over(patterns: str | Sequence[str], base: Path) -> str | None:
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     globs = [_of_any_case(pattern, base) for pattern in patterns]
-    if not any(globs):
-        return None
     taken, left = {str(base / os.path.expanduser(pattern)) for pattern in patterns}, dict[str, str]()  # noqa: PTH111
     for pattern, found in zip(patterns, globs, strict=True):
         if found is not None:

@@ -216,11 +216,13 @@ def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: 
 
 def test_files_whose_suffix_differs_in_its_case_alone_are_said_to_be_passed_over(tmp_path: Path) -> None:
     make(tmp_path / "in", "a.jpg", "b.JPG", "c.Jpg", "d.png", "sub/e.JPG", ".f.JPG", "x.jpgz", "Q.JSONL")
+    make(tmp_path / "in", "g.gif", "g.GIF", "[1].png", "1.PNG")
     assert passed_over("in/**/*.jpg", tmp_path) == (
         f"The input skips 3 files with .JPG and .Jpg, such as {tmp_path}/in/b.JPG, because a "
         "pattern matches a suffix exactly. To include them, list the patterns: "
         "['in/**/*.jpg', 'in/**/*.JPG', 'in/**/*.Jpg']."
     )
     assert passed_over("files:in/*.jsonl", tmp_path) is not None
-    for taken in (["in/*.jpg", "in/*.J*"], ["in/*.jpg", "in/*.JPG", "in/c.Jpg"], "in", "in/*", "in/*.png", "in/b.JPG"):
+    named = ["in/b.JPG", "in/g.gif", "in/[1].png"]
+    for taken in (["in/*.jpg", "in/*.J*"], ["in/*.jpg", "in/*.JPG", "in/c.Jpg"], "in", "in/*", "in/d*.png", *named):
         assert passed_over(taken, tmp_path) is None, taken
