@@ -331,6 +331,12 @@ def array(job, task, count, **others):
         (array("9", "0", "1", SLURM_RESTART_COUNT="1"), False, ("9", 0, 1, 1)),
         (array("7", "0", "1"), False, ("9", 0, 0, 1)),  # an array of one has no other task
         (array("7", "2", "4", SLURM_RESTART_COUNT="1"), True, ("7", 2, 1, 4)),
+        (array("7", "2", "4", SLURM_STEP_NUM_TASKS="3", SLURM_PROCID="1"), True, ("7", 7, 0, 12)),  # three in a job
+        (
+            array("7", "2", "4", SLURM_STEP_NUM_TASKS="3", SLURM_STEP_NUM_NODES="3", SLURM_PROCID="1"),
+            True,
+            ("7", 2, 0, 4),
+        ),
     ],
 )
 def test_whose_the_environment_is_can_be_told_without_squeue(monkeypatch, caplog, environ, own_array, expected):
@@ -341,6 +347,7 @@ def test_whose_the_environment_is_can_be_told_without_squeue(monkeypatch, caplog
         monkeypatch.setenv(name, value)
     own = own_job(own_array=own_array)
     assert (own.array_job, own.task, own.restart, own.n_tasks) == expected
+    assert own.job_id == f"{own.array_job}_{environ.get('SLURM_ARRAY_TASK_ID', 0)}"
     assert caplog.messages == []  # nobody was asked
 
 
