@@ -162,11 +162,11 @@ def test_as_many_as_the_grid_has_are_the_grid_in_its_order():
 
 def test_numbers_are_spread_as_the_distribution_says():
     table = {"u": {"uniform": [100, 200]}, "l": {"loguniform": [1e-4, 1]}}
-    drawn = expand({"random": 4000, **table, "i": {"int": [1, 4]}, "n": {"logint": [1, 8]}}, 1)
+    drawn = expand({"random": 4000, **table, "i": {"int": [1, 4]}, "n": {"logint": [2, 8]}}, 1)
     assert sum(each["u"] < 125 for each in drawn) == pytest.approx(1000, abs=150)
     assert sum(each["l"] < 1e-3 for each in drawn) == pytest.approx(1000, abs=150)
     assert sum(each["i"] == 4 for each in drawn) == pytest.approx(1000, abs=150)
-    assert sum(each["n"] == 8 for each in drawn) == pytest.approx(4000 * math.log(9 / 8) / math.log(9), abs=60)
+    assert sum(each["n"] == 8 for each in drawn) == pytest.approx(4000 * math.log(9 / 8) / math.log(9 / 2), abs=60)
 
 
 # What it cannot stand for
