@@ -141,7 +141,8 @@ def test_more_of_the_same_seed_begin_with_the_same_configurations(table, seed, n
 
 def test_what_a_seed_draws_never_changes():
     table = {"random": 3, "lr": {"loguniform": [1e-4, 0.1]}, "width": {"int": [8, 64]}, "drop": {"uniform": [0, 0.5]}}
-    assert expand({**table, "depth": {"logint": [1, 32]}, "act": ["relu", "gelu"]}, 7) == EVER
+    drawn = expand({"heads": 4, **table, "depth": {"logint": [1, 32]}, "act": ["relu", "gelu"]}, 7)
+    assert drawn == [{"heads": 4, **each} for each in EVER]  # a single value draws nothing
 
 
 EVER = [
