@@ -89,7 +89,7 @@ class Screen:
         done = ((status["n_items_done"], status["n_items"]), (status["n_shards_done"], status["n_shards"]))
         bars = [_bar(name, *of, width) for name, of in zip(("items", "shards"), done, strict=True)]
         going = (("pace", pace_words(status)), ("merge", merge_words(status) or parting_words(status)))
-        failures = ("failures", failure_words(status)), ("the last", plain(status["last_failed"] or ""))
+        failures = ("failures", failure_words(status)), ("last", plain(status["last_failed"] or ""))
         said = (*going, *failures, ("queue", queue_words(status)))
         lines = [_line(name, text, "red" if name == "failures" else "") for name, text in said if text]
         return [_cut(title), *bars, *lines, *([_line("note", plain(self.note), "yellow")] if self.note else [])]
