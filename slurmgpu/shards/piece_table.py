@@ -50,6 +50,14 @@ class Pieces:
         name = f"{region.path} of shard {row['shard']}"
         return Piece(name, begin, int(row["n_bytes"][number]), int(row["crc32"][number]))
 
+    def pieces(self, places: Sequence[int], number: int) -> Iterator[Piece]:
+        """The pieces at these places, in less time than one by one."""
+        region, rows = self.regions[number], self.table[places]
+        begins = self.before[places, number] + (region.offset + lead_bytes(region))
+        columns = (rows["shard"], begins, rows["n_bytes"][:, number], rows["crc32"][:, number])
+        for shard, begin, n_bytes, crc32 in zip(*(column.tolist() for column in columns), strict=True):
+            yield Piece(f"{region.path} of shard {shard}", begin, n_bytes, crc32)
+
 
 def lead_bytes(region: Region) -> int:
     """The number of bytes at the start of a dataset that belong to no shard."""

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.results import stored
+from slurmgpu.results import stored, verifier
 from slurmgpu.results.published import FileRows
-from slurmgpu.results.verifier import Verifier
 from slurmgpu.shards.columns import Array, Ragged, Text, convert_row
 from slurmgpu.shards.userblock import Reader, read_userblock
 from slurmgpu.util.shared_files import is_transient
@@ -596,7 +595,9 @@ def test_ranges_of_rows_are_bounded_by_their_own_size_and_not_by_the_average(tmp
         assert list(merged.ranges(200_000, 5, 5)) == []
 
 
-def test_rows_are_compared_with_their_checksums_as_they_are_read(tmp_path):
+@pytest.mark.parametrize("chunk_bytes", [5, 1 << 18])
+def test_rows_are_compared_with_their_checksums_as_they_are_read(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(verifier, "_CHUNK_BYTES", chunk_bytes)
     bounds = [0, 2, 3, 6]
     path = tmp_path / "merged.h5"
     join_parts(write_parts(tmp_path, bounds, failed=(5,)), path)
@@ -644,10 +645,19 @@ def test_rows_that_were_compared_are_not_read_again(tmp_path, monkeypatch):
     join_parts(write_parts(tmp_path, [0, 2, 3, 6]), tmp_path / "merged.h5")
     with results.open(tmp_path / "merged.h5") as file:
         file.check_rows(1, 3)
-        monkeypatch.setattr(Verifier, "_crc32", None)
+        monkeypatch.setattr(verifier, "_Window", None)
         file.check_rows(0, 2)
         with pytest.raises(TypeError):
             file.check_rows(2, 4)
+
+
+def test_the_bytes_of_many_small_shards_are_read_together(tmp_path, monkeypatch):
+    join_parts(write_parts(tmp_path, range(0, 201, 2)), tmp_path / "merged.h5")
+    reads, read_into = [], stored.Results.read_into
+    monkeypatch.setattr(stored.Results, "read_into", lambda *args: reads.append(args) or read_into(*args))
+    with results.open(tmp_path / "merged.h5") as file:
+        file.check_rows(0, len(file))
+    assert len(reads) < 100  # the number of shards; each of them has a piece in each dataset
 
 
 def test_a_file_has_the_items_of_its_rows(tmp_path):
