@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from slurmgpu.merge.differences import distance_of, is_same
 from slurmgpu.report.report_file import read_report
 from slurmgpu.results.published import Block, FileRows, Row, RunRows
 from slurmgpu.results.views import without_value
-from slurmgpu.run.recompute import spans_of
 from slurmgpu.run.sweep_file import open_run
 from slurmgpu.util.json_values import json_value
 from slurmgpu.util.shared_files import is_folder
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 COMPARISON_FORMAT = "slurmgpu comparison"
 COMPARISON_VERSION = 1
 N_EXAMPLES = 10
+
+_PART = 2000
+"""Reading this part of a block, a few dozen small rows, takes less time than finding a row by itself."""
 
 _PLAIN = frozenset((int, float, str, bool, type(None)))
 
@@ -247,7 +250,8 @@ def _by_key(found: Comparison, one: Source, other: Source, key: str) -> Iterator
     for block in one.blocks():
         keys, rows = keys_of(block), block.rows()
         places = [_place(hashes, each) for each in keys]
-        partners = _rows_at(other, keys_of_other, [int(items[place]) for place in places if place is not None])
+        wanted = [int(items[place]) for place in places if place is not None]
+        partners = _rows_at(other, keys_of_other, wanted, len(rows) // _PART)
         for name, row, place in zip(keys, rows, places, strict=True):
             its = None
             if place is not None:
@@ -346,10 +350,15 @@ def _place(hashes: npt.NDArray[np.int64], key: str | None) -> int | None:
     return place if place < len(hashes) and hashes[place] == hash(key) else None
 
 
-def _rows_at(source: Source, keys_of: KeyReader, items: Sequence[int]) -> dict[int, tuple[str | None, Row]]:
-    """The rows of items with their keys."""
+def _rows_at(
+    source: Source, keys_of: KeyReader, items: Sequence[int], most_between: int
+) -> dict[int, tuple[str | None, Row]]:
+    """The rows of items with their keys; up to `most_between` rows that lie between two of them are read as well."""
     found: dict[int, tuple[str | None, Row]] = {}
-    for span in spans_of(sorted(items)):
-        for block in source.blocks(*span):
-            found |= {row.index: (name, row) for name, row in zip(keys_of(block), block.rows(), strict=True)}
+    wanted, ordered = set(items), sorted(items)
+    breaks = [place for place, (one, its) in enumerate(pairwise(ordered), 1) if its - one > most_between + 1]
+    for first, last in pairwise([0, *breaks, len(ordered)]) if ordered else ():
+        for block in source.blocks(ordered[first], ordered[last - 1] + 1):
+            pairs = zip(keys_of(block), block.rows(), strict=True)
+            found |= {row.index: (name, row) for name, row in pairs if row.index in wanted}
     return found

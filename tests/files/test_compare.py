@@ -85,7 +85,9 @@ def test_rows_that_differ_are_named_with_both_values(slurmgpu, tmp_path, one):
     assert "item 3\n  score  A  0.75\n         B  0.7500001\n" in text
 
 
-def test_a_key_finds_the_partner_wherever_it_stands(tmp_path, one):
+@pytest.mark.parametrize("part", [2000, 1], ids=["each by itself", "with rows between"])
+def test_a_key_finds_the_partner_wherever_it_stands(tmp_path, one, monkeypatch, part):
+    monkeypatch.setattr("slurmgpu.merge.compare._PART", part)
     order = random.Random(0).sample(range(N_ITEMS), N_ITEMS)
     rows = [row(number, score=9.0) if number == 6 else row(number) for number in range(N_ITEMS)]
     other = made(tmp_path / "other", rows, order=order, shard_items=4)
