@@ -19,14 +19,15 @@ from slurmgpu.results.published import RunRows
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
 from slurmgpu.util.amounts import count_of
+from slurmgpu.util.pauses import rest_s
 from slurmgpu.util.shared_files import exists
 
 log = logging.getLogger(__name__)
 
 LOOK_S, QUEUE_S = 0.2, 30.0
-"""The pause between two looks at a run, and between two requests of Slurm's queue for its status."""
+"""The least pause between two looks at a run, and that between two requests of Slurm's queue for its status."""
 ROWS_LOOK_S, LAST_LOOK_S, FEW_SHARDS = 0.1, 0.02, 8
-"""The first pause after new rows: in general, and when at most FEW_SHARDS shards are left."""
+"""The first pause after new rows, at least: in general, and when at most FEW_SHARDS shards are left."""
 
 
 def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) -> Report:
@@ -34,11 +35,18 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
 
     `on_tick` gets each status; its queue is at most QUEUE_S old.
     """
-    reader, queued, asked = StatusReader(run), None, -QUEUE_S
-    for _ in _while_alive(run):
+    reader, queued, asked, took_s = StatusReader(run), None, -QUEUE_S, 0.0
+
+    def pause() -> None:
+        time.sleep(rest_s(took_s, LOOK_S))
+
+    for _ in _while_alive(run, pause):
         if time.monotonic() - asked >= QUEUE_S:
             queued, asked = queued_jobs(run, queued), time.monotonic()
-        on_tick(reader.read(queued, gpus_of=()))
+        begun = time.monotonic()
+        status = reader.read(queued, gpus_of=())
+        took_s = time.monotonic() - begun
+        on_tick(status)
     report, lines = read_report(run), run.submissions()
     if made_since(lines, report["submissions"] if report else ()) is not None:
         raise SlurmGPUError(
@@ -63,7 +71,9 @@ def follow_rows(run: Run) -> Iterator[RunRow]:
         shard = run.plan.shard_of(left[0][0])
         if not exists(run.revision_path(shard, 0)):
             continue
+        begun = time.monotonic()
         with RunRows(run) as present:
+            took_s = time.monotonic() - begun
             for row in present.rows(left[0][0]):
                 start, stop = left[0]
                 if row.index != start:
@@ -75,7 +85,7 @@ def follow_rows(run: Run) -> Iterator[RunRow]:
                 if not left:
                     return
         is_nearly_over = run.plan.n_shards - run.plan.shard_of(left[0][0]) <= FEW_SHARDS
-        pause_s = LAST_LOOK_S if is_nearly_over else ROWS_LOOK_S
+        pause_s = rest_s(took_s, LAST_LOOK_S if is_nearly_over else ROWS_LOOK_S)
     n_missing = sum(stop - start for start, stop in left)
     with RunRows(run) as present:
         for row in present.rows(left[0][0]):
@@ -103,7 +113,7 @@ def incomplete(run: Run, n_missing: int | None = None) -> str:
     return f"{said} {cause} `slurmgpu report {run.typed}` says more."
 
 
-def _while_alive(run: Run, pause: Callable[[], None] = lambda: time.sleep(LOOK_S)) -> Iterator[None]:
+def _while_alive(run: Run, pause: Callable[[], None]) -> Iterator[None]:
     """Yield once per look, with a pause after each, until the run has ended. Asks Slurm at most every 5 s."""
     asked, alive, said = 0.0, True, ""
     while alive:

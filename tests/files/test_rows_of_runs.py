@@ -1,5 +1,6 @@
 """The rows of a run at work: those of merged.h5, and of shards that it lacks."""
 
+import contextlib
 import itertools
 import tracemalloc
 from functools import partial
@@ -130,6 +131,18 @@ def test_rows_of_a_run_at_work_are_followed_in_input_order_and_each_once(tmp_pat
     found = [(row.index, row.error or dict(row)) for row in wait.follow_rows(run)]
     assert found == list(enumerate(ROWS))
     assert len(steps) == 1
+
+
+@pytest.mark.parametrize("waits", [lambda run: list(wait.follow_rows(run)), wait.wait_for], ids=["rows", "end"])
+def test_looks_that_take_long_take_a_fifth_of_the_time(tmp_path, steps, monkeypatch, waits):
+    run, pauses = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0]), []
+    steps += [partial(publish, run, shard, ROWS[slice(*run.plan.bounds(shard))]) for shard in (1, 2)]
+    steps += [partial(merge, run), lambda: None]
+    monkeypatch.setattr(wait.time, "sleep", pauses.append)  # a look takes ten seconds of this clock
+    with contextlib.suppress(SlurmGPUError):  # it lacks rows
+        waits(run)
+    assert len(pauses) == 4
+    assert max(pauses) >= 40
 
 
 def test_rows_that_a_run_lacks_at_its_end_are_counted_behind_those_that_it_has(tmp_path, steps):

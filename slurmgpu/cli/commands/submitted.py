@@ -29,6 +29,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.early_signals import INTERRUPTS
+from slurmgpu.util.pauses import rest_s
 
 PROGRESS_S = 3.0
 """How often attempts' records are read for progress: as often as they are written."""
@@ -85,7 +86,7 @@ class _Follower:
         self._begins = True
         self._news = News()
         self._reader: StatusReader | None = None
-        self._looked = -PROGRESS_S
+        self._looked, self._counts_from = -PROGRESS_S, 0.0
 
     def run(self, run: Run) -> None:
         """Show the status every PROGRESS_S, and on a terminal published shards meanwhile."""
@@ -93,11 +94,14 @@ class _Follower:
             self._reader = StatusReader(run)
             lines = run.submissions()  # none if they were lost
             self._begin(draws=not (lines and executor_named(lines[-1]["executor"]).in_process))
-        if time.monotonic() - self._looked >= PROGRESS_S:
-            self._looked = time.monotonic()
+        begun = time.monotonic()
+        if begun - self._looked >= PROGRESS_S:
+            self._looked = begun
             self.status(self._reader.read(gpus_of=()))
-        elif self._bar is not None:
+        elif self._bar is not None and begun >= self._counts_from:
             self._bar(completed=sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
+            now = time.monotonic()
+            self._counts_from = now + rest_s(now - begun, 0.0)
 
     def status(self, status: Status) -> None:
         """Show a status, with the progress of the first attempt that reports one."""

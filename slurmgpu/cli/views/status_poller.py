@@ -17,13 +17,12 @@ from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run
 from slurmgpu.util.ansi import plain
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.pauses import rest_s
 from slurmgpu.util.shared_files import open_file
 
 LOOK_S = 1.0
 QUEUE_S = 30.0
 """How often Slurm is asked at most; it is not asked for a run without jobs."""
-REST = 4
-"""After a slow read, wait this many times its duration."""
 JOIN_S = 0.2
 PATIENCE_S = 5.0
 """How long to wait for the first answer of squeue."""
@@ -167,4 +166,4 @@ class StatusPoller:
             if self.error is not None or self.has_ended:
                 return
             took = time.monotonic() - began
-            self._changed.wait(max(LOOK_S - took, REST * took))
+            self._changed.wait(rest_s(took, LOOK_S - took))
