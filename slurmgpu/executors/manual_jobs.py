@@ -123,4 +123,5 @@ def log_beside(run: Run, job: str) -> Iterator[None]:
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()
-        handler.stream.close()
+        with contextlib.suppress(OSError):  # each line that could not be written has told it
+            handler.stream.close()

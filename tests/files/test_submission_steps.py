@@ -1,6 +1,10 @@
 """What a submission writes before and after something is queued, and what a merge does next."""
 
 import contextlib
+import errno
+import io
+import logging
+import os
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
-from slurmgpu.executors import resubmission, submission
+from slurmgpu.executors import manual_jobs, resubmission, submission
 from slurmgpu.executors.interface import Started
 from slurmgpu.operations import resubmit
 from slurmgpu.run.crash_history import history_path
@@ -175,6 +179,20 @@ def test_the_next_submission_keeps_what_the_last_one_had_unless_something_else_i
     assert found.inject == ()  # failed items must not fail for the same reason
     assert notes == ["learnt with {'mem': '2G'}"]
     assert resubmission.next_submission(run, {"executor": "debug"})[0].inject == ()
+
+
+def test_a_log_beside_the_run_that_cannot_be_written_ends_no_job(run, monkeypatch, capsys):
+    class Full(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(manual_jobs, "open_to_append", lambda path: io.BufferedWriter(Full()))
+    with manual_jobs.log_beside(run, "7_0"):
+        logging.getLogger("slurmgpu").error("a line")
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_a_resubmission_is_checked_with_the_container_that_it_will_have(run, monkeypatch):
