@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs.formats import Preview, refuse_changed
+from slurmgpu.inputs.formats import Preview, first_doubled, refuse_changed
 from slurmgpu.inputs.repack import FOLDER, RowGroups, even, hash_file, publish
 from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet
@@ -170,9 +170,8 @@ def _has_changed(kind: Any) -> bool:
 def _checked_columns(query: Query, names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise SlurmGPUError(f"The input's query is not a SELECT, so it gives no rows: {' '.join(query.sql.split())!r}.")
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        raise SlurmGPUError(f"The input's query has two columns named {doubled[0]!r}. Rename one with AS.")
+    if (doubled := first_doubled(names)) is not None:
+        raise SlurmGPUError(f"The input's query has two columns named {doubled!r}. Rename one with AS.")
     return tuple(names)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,5 +221,10 @@ def format_of(paths: Sequence[Path]) -> Format:
 
 def refuse_doubled(columns: Sequence[str], where: str) -> None:
     """Raise SlurmGPUError if two columns have one name."""
-    if doubled := sorted({name for name in columns if columns.count(name) > 1}):
-        raise SlurmGPUError(f"{where}: two columns are named {doubled[0]!r}. Rename one of them.")
+    if (doubled := first_doubled(columns)) is not None:
+        raise SlurmGPUError(f"{where}: two columns are named {doubled!r}. Rename one of them.")
+
+
+def first_doubled(columns: Sequence[str]) -> str | None:
+    """The name, first in order, of several of the columns; None if each has a name of its own."""
+    return min((name for name, times in Counter(columns).items() if times > 1), default=None)
