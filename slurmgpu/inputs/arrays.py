@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,12 @@ FIELD = "array"
 
 MOST_BYTES = 1 << 31
 """The largest arrays of a .npz, together in bytes, that are kept in memory; larger ones are read by position."""
+
+_DAMAGE = (
+    *(ValueError, OverflowError, SyntaxError, EOFError, KeyError, NotImplementedError),
+    *(struct.error, tokenize.TokenError, zlib.error, lzma.LZMAError, zipfile.BadZipFile),
+)
+"""What NumPy, which reads headers with Python's parser, and zipfile raise for damaged contents."""
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The local header of a zip member: the lengths of its name and of its extra field, after which its bytes begin."""
@@ -88,7 +96,7 @@ class ArrayRows:
 def _open_npy(path: str) -> ArrayRows:
     try:
         mapped = np.lib.format.open_memmap(path, mode="r")  # reads the header; no mapped page is touched
-    except ValueError as error:  # another format, truncated, without rows, or with Python objects
+    except _DAMAGE as error:  # also another format, or an array without rows or with Python objects
         raise SlurmGPUError(
             f"{path} has no intact array of numbers or texts: {error}. Write it with np.save, without pickle."
         ) from error
@@ -112,7 +120,7 @@ def _open_npz(path: str, *, verify: bool) -> ArrayRows:
                 raise SlurmGPUError(f"{path} has the member {odd[0]!r}; expected only arrays, as np.savez writes.")
             is_large = sum(member.file_size for member in archive.infolist()) > MOST_BYTES
             arrays = _located(path, archive, verify=verify) if is_large else _loaded(path)
-    except (ValueError, EOFError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
+    except _DAMAGE as error:
         raise SlurmGPUError(
             f"{path} has no intact arrays of numbers or texts: {error}. Write it with np.savez."
         ) from error

@@ -111,11 +111,10 @@ class ParquetRows(Groups):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        wrong: tuple[type[Exception], ...] = (*damage(), UnicodeDecodeError)  # of a column's name
         try:
             # As bytes: a path may have some that are no UTF-8.
             self._file = pq.ParquetFile(pa.OSFile(os.fsencode(path)), page_checksum_verification=True)
-        except wrong as error:
+        except damage() as error:
             raise_if_disk_failed(error)
             raise SlurmGPUError(f"{path} is not a Parquet file: {error}.") from error
         about = self._file.metadata
@@ -220,7 +219,7 @@ def damage() -> tuple[type[Exception], ...]:
     """The exceptions of pyarrow for a damaged file."""
     import pyarrow as pa
 
-    return (pa.ArrowException, OSError)
+    return (pa.ArrowException, OSError, UnicodeDecodeError)  # the last for the name of a column
 
 
 def raise_if_disk_failed(error: BaseException) -> None:

@@ -109,6 +109,10 @@ def test_arrays_that_have_no_rows_or_are_not_whole_are_refused(tmp_path: Path) -
     for part in (content[:-1], content[:50], b"", b"text" * 100):
         path.write_bytes(part)
         refuse(path, r"a.npy has no intact array of numbers or texts")
+    # What Python's tokenizer and its parser raise for a header that is no dictionary.
+    for wrong in (b"'<i8'(", b"'<i8'="):
+        path.write_bytes(content.replace(b"'<i8',", wrong))
+        refuse(path, r"a.npy has no intact array of numbers or texts")
     path.write_bytes(content * 2)
     refuse(path, "bytes after its array; expected one array")
     np.save(path, np.float32(1))
@@ -134,6 +138,11 @@ def test_arrays_that_have_no_rows_or_are_not_whole_are_refused(tmp_path: Path) -
     damaged[2000] ^= 1
     packed.write_bytes(damaged)
     refuse(packed, "texts: Bad CRC-32")
+    np.savez(packed, x=np.arange(3))
+    content = packed.read_bytes()
+    for method in (zipfile.ZIP_LZMA, zipfile.ZIP_DEFLATED):
+        packed.write_bytes(content.replace(bytes(2) + b"\0\0!\0", bytes([method, 0]) + b"\0\0!\0"))
+        refuse(packed, "has no intact arrays of numbers or texts")
 
 
 @pytest.mark.parametrize("compression", ["uncompressed", "lz4"])
@@ -183,6 +192,11 @@ def test_arrow_files_that_are_cut_are_refused(tmp_path: Path) -> None:
     refuse(path, "is not an Arrow file")
     path.write_bytes(b"FEA1" + bytes(100))
     refuse(path, "version 1")
+    for write in (pyarrow.feather.write_feather, pyarrow.parquet.write_table):
+        path = tmp_path / ("a.arrow" if write is pyarrow.feather.write_feather else "a.parquet")
+        write(pyarrow.table({"name": [1]}), path)
+        path.write_bytes(path.read_bytes().replace(b"name", b"n\xffme"))
+        refuse(path, f"{path} is not an? (Arrow|Parquet) file")
 
 
 def test_damage_in_one_batch_is_that_batchs_items_errors(tmp_path: Path) -> None:
