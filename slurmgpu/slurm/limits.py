@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm.commands import array_limits
 from slurmgpu.slurm.facts import Facts, Row
-from slurmgpu.slurm.nodes import are_given_whole, empty_partitions, gpus_of_nodes, partitions_of
+from slurmgpu.slurm.nodes import are_given_whole, cpus_of, empty_partitions, gpus_of_nodes, partitions_of
 from slurmgpu.util.amounts import count_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
@@ -224,8 +224,13 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
     n_nodes = sum(count >= per_node for count in counts)
     if are_given_whole(asked, partition):
         yield _of_nodes(asked, name, n_nodes, "each is given whole nodes")
-    elif _gets_all_memory(asked, partition, facts.config):
-        yield _of_nodes(asked, name, n_nodes, "each gets all memory of its node, as no mem is asked for")
+    elif "MEMORY" in facts.config.get("SelectTypeParameters", "") and not asked.sbatch_options.keys() & MEMORY_OPTIONS:
+        default = _default_memory(asked, partition, facts.config)
+        if default is None:
+            yield _of_nodes(asked, name, n_nodes, "each gets all memory of its node, as no mem is asked for")
+        else:
+            setting, megabytes = default
+            yield Limit(f"memory of a task in partition {name} ({setting})", f"{megabytes:,} MB", "no mem", "")
     if not asked.whole_gpus_per_task:
         return
     lacks = f"no node has {per_node}" if counts else "it has no nodes"
@@ -254,14 +259,21 @@ def _of_nodes(asked: Submission, partition: str, n_nodes: int, why: str) -> Limi
     return Limit(f"nodes of partition {partition}", str(n_nodes), f"{wanted} at once", then)
 
 
-def _gets_all_memory(asked: Submission, partition: Row, config: Mapping[str, str]) -> bool:
-    """Whether Slurm gives a task all memory of its nodes, because neither the task nor the cluster names an amount."""
-    if asked.sbatch_options.keys() & MEMORY_OPTIONS or "MEMORY" not in config.get("SelectTypeParameters", ""):
-        return False
-    defaults = f"{config.get('JobDefaults')} {partition.get('JobDefaults')}"
-    if asked.whole_gpus_per_task and "DefMemPerGPU" in defaults:
-        return False
-    return config.get("DefMemPerNode") == partition.get("DefMemPerNode") == "UNLIMITED"
+def _default_memory(asked: Submission, partition: Row, config: Mapping[str, str]) -> tuple[str, int] | None:
+    """Slurm's setting by which a task gets memory if it asks for none, and the MB; None if it gets all of its nodes."""
+    n_gpus = asked.whole_gpus_per_task
+    defaults = [dict(re.findall(r"(\w+)=(\d+)", row.get("JobDefaults", ""))) for row in (partition, config)]
+    for given in defaults if n_gpus else ():
+        if "DefMemPerGPU" in given:
+            return "DefMemPerGPU", int(given["DefMemPerGPU"]) * n_gpus
+    per_gpu = next((int(given["DefCpuPerGPU"]) for given in defaults if "DefCpuPerGPU" in given), 0)
+    n_cpus = cpus_of(asked) or per_gpu * n_gpus or 1
+    for row in (partition, config):
+        if (per_cpu := row.get("DefMemPerCPU", "")).isdecimal():
+            return "DefMemPerCPU", int(per_cpu) * n_cpus
+        if (per_node := row.get("DefMemPerNode", "")).isdecimal():
+            return "DefMemPerNode", int(per_node) // asked.tasks_per_node
+    return None
 
 
 def _of_rule(asked: Submission, held: Held, config: Mapping[str, str]) -> Limit:

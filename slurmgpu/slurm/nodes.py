@@ -31,11 +31,18 @@ def _tasks_of_nodes(submission: Submission, facts: Facts, partition: str) -> lis
 def _tasks_of_node(submission: Submission, node: Node) -> int:
     """How many tasks fit on a node."""
     options, per_task, n_gpus = submission.slurm, submission.gpus_per_task, _gpus_of(node, submission)
-    cpus = _number(options.get("cpus_per_task")) or _number(options.get("cpus_per_gpu")) * per_task or 1
+    cpus = cpus_of(submission) or 1
     asked = (("mem", 1), ("mem_per_cpu", cpus), ("mem_per_gpu", per_task))
     memory = next((math.ceil(megabytes_of(str(options[name])) or 0) * n for name, n in asked if options.get(name)), 0)
     in_memory = node.megabytes // memory if memory else n_gpus
     return max(1, min(n_gpus // per_task, _usable_cpus(options, node) // cpus, in_memory))
+
+
+def cpus_of(submission: Submission) -> int:
+    """The CPUs that each task asks for; 0 if it names none."""
+    options = submission.slurm
+    per_gpu = _number(options.get("cpus_per_gpu"))
+    return _number(options.get("cpus_per_task")) or per_gpu * submission.gpus_per_task
 
 
 def _usable_cpus(options: Mapping[str, object], node: Node) -> int:

@@ -571,3 +571,23 @@ def test_a_partition_without_nodes_is_told():
 def test_options_that_are_false_are_as_if_they_were_left_out():
     false = dict.fromkeys(("partition", "account", "qos", "time", "gres"), False)
     assert limits_of(submission(**false), cluster_of()) == limits_of(submission(), cluster_of())
+
+
+@pytest.mark.parametrize(
+    ("given", "partition", "config", "value"),
+    [
+        ({}, {}, {"DefMemPerCPU": "2000"}, ("DefMemPerCPU", "2,000 MB")),
+        ({"cpus_per_task": 8}, {}, {"DefMemPerCPU": "2000"}, ("DefMemPerCPU", "16,000 MB")),
+        ({"gpus": 2, "cpus_per_gpu": 4}, UNLIMITED, {"DefMemPerCPU": "2000"}, ("DefMemPerCPU", "16,000 MB")),
+        ({"gpus": 2}, {"JobDefaults": "DefCpuPerGPU=3"}, {"DefMemPerCPU": "100"}, ("DefMemPerCPU", "600 MB")),
+        ({}, {"DefMemPerCPU": "500"}, {"DefMemPerNode": "9000"}, ("DefMemPerCPU", "500 MB")),
+        ({}, UNLIMITED, {"DefMemPerNode": "9000"}, ("DefMemPerNode", "9,000 MB")),
+        ({"gpus": 2}, {"JobDefaults": "DefMemPerGPU=7"}, {"JobDefaults": "DefMemPerGPU=9"}, ("DefMemPerGPU", "14 MB")),
+        ({"gpus": 0}, {"JobDefaults": "DefMemPerGPU=7"}, {"DefMemPerCPU": "2000"}, ("DefMemPerCPU", "2,000 MB")),
+        ({"mem": "4G"}, {}, {"DefMemPerCPU": "2000"}, None),
+    ],
+)
+def test_the_memory_of_tasks_that_ask_for_none_is_told(given, partition, config, value):
+    known = cluster_of(partition=PARTITION | partition, SelectTypeParameters="CR_CORE_MEMORY", **config)
+    found = {limit.limit: limit.value for limit in limits_of(submission(**given), known)[0] if "memory" in limit.limit}
+    assert found == ({} if value is None else {f"memory of a task in partition gpu ({value[0]})": value[1]})
