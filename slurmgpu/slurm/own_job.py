@@ -78,7 +78,8 @@ def refuse_copies(tasks_per_node: int = 1) -> None:
         raise SlurmGPUError(
             f"The task was started {n_processes} times on {n_nodes} of the job's {n_job_nodes} nodes; expected once "
             "per node: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1, as in the scripts in sbatch/. The task "
-            "starts the processes for its GPUs itself."
+            "starts the processes for its GPUs itself. Several tasks of a job need the GPUs of all of them: sbatch "
+            "--ntasks-per-node=4 --gpus-per-node=4."
         )
 
 

@@ -588,6 +588,7 @@ def test_a_task_that_is_not_alone_on_its_node_or_leaves_one_out_is_refused(proje
     slurmgpu("plan", cwd=folder, expect=0, PATH="/nowhere")
     done = slurmgpu("task", "run", cwd=folder, expect=2, SLURM_JOB_ID="1", **environment)
     assert "expected once per node: srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1" in done.stderr
+    assert "need the GPUs of all of them: sbatch --ntasks-per-node=4 --gpus-per-node=4." in done.stderr
 
 
 @pytest.mark.parametrize(("n_tasks", "is_refused"), [(4, False), (3, False), (8, True)])
