@@ -86,7 +86,9 @@ def test_what_sbatch_is_given_is_what_was_asked_for():
     with_merge = submission(slurm=asked.slurm, merge={"partition": "cpu"})
     assert with_merge.merge_options == {"partition": "cpu", "account": "ours"}
     assert [submission(slurm={"time": time}).walltime_s for time in ("0", "90", "UNLIMITED")] == [None, 5400.0, None]
+    assert submission(slurm={"mem": "8G"}, tasks_per_node=2).sbatch_options == {"mem": "16G"}
     assert submission().bound_gpu_hours(3600.0) == 32.0
+    assert submission(gpus_per_task=0).bound_gpu_hours(None) == 0.0
 
 
 @pytest.mark.parametrize(
