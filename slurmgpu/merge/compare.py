@@ -20,6 +20,7 @@ from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import open_items
 from slurmgpu.merge.differences import distance_of, is_same
+from slurmgpu.merge.paired_tests import PairedTest, tests_of
 from slurmgpu.report.report_file import read_report
 from slurmgpu.results.published import Block, FileRows, Row, RunRows
 from slurmgpu.results.views import without_value
@@ -94,6 +95,8 @@ class Comparison:
     n_different: int = 0
     columns: dict[str, ColumnDifference] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
+    paired: dict[str, PairedTest] = field(default_factory=dict)
+    """By the column that says whether a row is right: which of both is right more often."""
     dtypes: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = field(default_factory=dict, repr=False)
     """The dtypes of a column on both sides."""
 
@@ -107,6 +110,7 @@ class Comparison:
         """The keys of `slurmgpu compare --json`."""
         found = {"format": COMPARISON_FORMAT, "version": COMPARISON_VERSION, "equal": self.equal, **asdict(self)}
         del found["dtypes"]
+        found["paired"] = {name: {**asdict(each), "p_value": each.p_value} for name, each in self.paired.items()}
         found["differences"] = [
             {**each._asdict(), "columns": {name: json_value(pair) for name, pair in each.columns.items()}}
             for each in self.differences
@@ -139,6 +143,7 @@ def compare(
         found = Comparison(Side(str(a)), Side(str(b)), key, tolerance)
         names = _common(found, one, other, columns)
         found.columns = {name: ColumnDifference() for name in names}
+        found.paired = tests_of(one.columns, other.columns)
         found.dtypes = {name: (one.columns[name].dtype, other.columns[name].dtype) for name in names if name != "error"}
         pairs = _by_index(one, other) if key is None else _by_key(found, one, other, key)
         for name_of_pair, row, its in pairs:
@@ -146,6 +151,8 @@ def compare(
             _count(found.b, its, row, n_examples)
             if row is not None and its is not None:
                 _compare_rows(found, names, name_of_pair, row, its, n_examples)
+                for name, test in found.paired.items():
+                    test.add(name, row, its)
         _describe(found.a, one)
         _describe(found.b, other)
     return found

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from slurmgpu.cli.views.comparison import texts_apart
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.differences import distance_of, is_same
 from slurmgpu.merge.merge import merge
+from slurmgpu.merge.paired_tests import sign_test
 from slurmgpu.shards.columns import Array, Json, Ragged, Text
 from tests.support.published_runs import publish, published_run
 
@@ -327,3 +329,58 @@ def test_keys_that_are_equal_numbers_are_the_same_key(tmp_path):
     assert package.compare(nested, of("its", Json(), [[1, {"a": 1, "b": 2}], 7]), key="id").n_common == 1
     large = package.compare(of("p", Array("float64"), [2.0**53]), of("q", Array("int64"), [2**53 + 1]), key="id")
     assert (large.n_common, large.a.n_only, large.b.n_only) == (0, 1, 1)
+
+
+# Which is right more often
+
+
+def classified(folder, labels, voted=None):
+    """A run of items with the true label "a" but for the last, which has none; None for one that failed."""
+    folder.mkdir()
+    columns = {"label": Text(), "truth": Text(), "vote_correct": Array("bool"), "is_long": Array("bool")}
+    (folder / "items.jsonl").write_text("{}\n" * len(labels))
+    rows = [
+        {
+            "label": label,
+            "truth": "a" if number < len(labels) - 1 else "",
+            "vote_correct": label == "b",
+            "is_long": True,
+        }
+        if label
+        else "it failed"
+        for number, label in enumerate(labels)
+    ]
+    run = published_run(folder / "run", columns, rows, [0], input_file=folder / "items.jsonl", shard_items=len(rows))
+    merge(run)
+    return run.folder
+
+
+def test_of_two_classifications_is_told_which_is_right_more_often(slurmgpu, tmp_path):
+    one = classified(tmp_path / "one", ["a"] * 5 + ["b"] * 3 + ["a", None, "a", None, "a"])
+    other = classified(tmp_path / "other", ["a"] * 3 + ["b"] * 2 + ["a"] * 2 + ["b", "", "a", None, None, "b"])
+    found = json.loads(slurmgpu("compare", one, other, "--json", expect=1).stdout)
+    assert found["paired"].keys() == {"label", "vote_correct"}
+    # Right in the first alone: 3, 4, 8 and 10; in the second 5, 6 and 9. Of 11, which failed in both, nothing is known.
+    assert found["paired"]["label"] == {"n": 11, "n_only_a": 4, "n_only_b": 3, "p_value": 1.0}
+    assert {name: found["paired"]["vote_correct"][name] for name in ("n", "n_only_a", "n_only_b")} == {
+        "n": 13,
+        "n_only_a": 2,
+        "n_only_b": 3,
+    }
+    told = slurmgpu("compare", one, other, expect=1).stdout
+    assert "label: 4 right in A alone, 3 in B alone, of 11 items; p = 1 (exact McNemar test)" in told
+    assert package.compare(one, one).paired["label"].p_value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("n_one", "n_other", "expected"),
+    [(0, 0, 1), (0, 1, 1), (0, 5, 2 / 2**5), (1, 7, 2 * (1 + 8) / 2**8), (7, 1, 2 * (1 + 8) / 2**8), (4, 4, 1)],
+)
+def test_the_sign_test_is_that_of_the_binomial_distribution(n_one, n_other, expected):
+    assert sign_test(n_one, n_other) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_sign_test_of_many_is_that_of_exact_fractions():
+    n, fewer = 4000, 1900
+    expected = Fraction(2 * sum(math.comb(n, number) for number in range(fewer + 1)), 2**n)
+    assert sign_test(fewer, n - fewer) == pytest.approx(float(expected), rel=1e-9)

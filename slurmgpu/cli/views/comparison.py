@@ -40,6 +40,12 @@ def show_comparison(found: Comparison) -> None:
     )
     if list(found.columns) == ["error"] and (found.a.only_columns or found.b.only_columns):
         result("No column is in both: only errors were compared.")
+    for name, test in found.paired.items():
+        if test.n:
+            result(
+                f"{plain(name)}: {test.n_only_a:,} right in A alone, {test.n_only_b:,} in B alone, "
+                f"of {count_of(test.n, 'item')}; p = {test.p_value:.2g} (exact McNemar test)"
+            )
     if differing := {name: each for name, each in found.columns.items() if each.n_rows}:
         table = headed_table("column", "rows that differ", "largest difference")
         for name, each in differing.items():

@@ -1,0 +1,69 @@
+"""Which of two runs is right more often, tested on the items where only one of them is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+
+from slurmgpu.results.published import Row
+from slurmgpu.shards.columns import Array, Column
+
+LABEL, TRUTH = "label", "truth"
+"""The columns of classify: a row is right if both are equal."""
+
+RIGHT = "correct"
+"""The end of the names of boolean columns that say whether a row is right, such as `vote_correct`."""
+
+
+@dataclass
+class PairedTest:
+    """Of `n` items with a right answer, how many are right in A alone and in B alone; a failed item is wrong."""
+
+    n: int = 0
+    n_only_a: int = 0
+    n_only_b: int = 0
+
+    @property
+    def p_value(self) -> float:
+        """The exact McNemar test, two-sided: how likely such a difference is if both runs are equally good."""
+        return sign_test(self.n_only_a, self.n_only_b)
+
+    def add(self, name: str, row: Row, its: Row) -> None:
+        """Count an item by its rows of both runs, and the column that says whether they are right."""
+        truth = None
+        if name == LABEL:
+            truths = {each.values[TRUTH] for each in (row, its) if each.values[TRUTH]}
+            if len(truths) != 1:
+                return
+            [truth] = truths
+        ours, theirs = (_is_right(name, each, truth) for each in (row, its))
+        self.n += 1
+        self.n_only_a += ours and not theirs
+        self.n_only_b += theirs and not ours
+
+
+def tests_of(columns: Mapping[str, Column], others: Mapping[str, Column]) -> dict[str, PairedTest]:
+    """A test for each column that says in both runs whether a row is right."""
+    both = [name for name in columns if name in others]
+    return {name: PairedTest() for name in both if all(_tells(name, each) for each in (columns, others))}
+
+
+def sign_test(n_one: int, n_other: int) -> float:
+    """The two-sided probability of counts at least as uneven, if each of their items falls on either side equally."""
+    n, fewer = n_one + n_other, min(n_one, n_other)
+    place = np.arange(1, fewer + 1)
+    logs = np.concatenate([[0.0], np.cumsum(np.log((n + 1 - place) / place))])  # of the binomial coefficients
+    return min(1.0, 2 * float(np.exp(logs - n * log(2)).sum()))
+
+
+def _tells(name: str, columns: Mapping[str, Column]) -> bool:
+    column = columns[name]
+    is_flag = isinstance(column, Array) and column.dtype == bool and not column.shape
+    return (name == LABEL and TRUTH in columns) or (is_flag and name.rpartition("_")[2] == RIGHT)
+
+
+def _is_right(name: str, row: Row, truth: str | None) -> bool:
+    return row.error is None and (row.values[name] == truth if name == LABEL else bool(row.values[name]))
