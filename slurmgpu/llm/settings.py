@@ -21,6 +21,9 @@ from slurmgpu.llm.prompts.templates import NO_VALUES, Last, Prompts
 from slurmgpu.llm.server_engine.settings import check_server
 from slurmgpu.llm.vllm_engine.limits import check_adapters, vllm_refuses
 
+OWN_OPTIONS = ("conversation", "messages", "tokenize", "return_dict", "continue_final_message")
+"""Arguments of transformers' `apply_chat_template` that are not for the settings."""
+
 EngineName = Literal["transformers", "vllm", "server"]
 
 
@@ -172,6 +175,11 @@ def check_engine(settings: Mapping[str, Any]) -> None:
     check_temperature("temperature", settings.get("temperature", 0.0), settings)
     if "date" in settings:
         check_date(settings["date"])
+    if wrong := [name for name in OWN_OPTIONS if name in settings.get("chat_options", {})]:
+        raise SlurmGPUError(
+            f"chat_options has {wrong[0]!r}, which slurmgpu sets itself; expected variables of the chat template, such "
+            f"as {{enable_thinking = false}}. Remove it."
+        )
 
 
 def _check_images(settings: Mapping[str, Any]) -> None:

@@ -60,6 +60,7 @@ def sums(n, seed=0):
             "max_tokens is 80, and prompt and answer must fit max_context of 64 tokens",
         ),
         ({"stop": [""]}, "stop holds an empty text"),
+        ({"chat_options": {"tokenize": True}}, "chat_options has 'tokenize', which slurmgpu sets itself"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of 'bf16', 'fp16', 'fp32'."),
         ({"engine": "llama.cpp"}, "engine is 'llama.cpp'; expected one of 'transformers', 'vllm', 'server'."),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
