@@ -85,6 +85,15 @@ def _expand(pattern: str, base: Path) -> list[Path]:
 
 def none_there(pattern: str, base: Path) -> str:
     """The second sentence of an error about a glob without a match: what to do."""
+    name = os.path.expanduser(pattern.removeprefix(FILES))  # noqa: PTH111
+    folders = sorted(each for each in globbed(name, base) if os.path.isdir(each))  # noqa: PTH112
+    if folders:
+        listed = f"ls -d {base / name} > folders.txt"
+        return (
+            f"It matches {count_of(len(folders), 'folder')}, such as {folders[0]}. If each folder is an item, as a "
+            f"Zarr store is, let the input be a list of them, whose lines are the field 'text': `{listed}`. For the "
+            f"files in them write '{pattern}/**/*'."
+        )
     return passed_over(pattern, base) or f"Relative patterns are relative to {base}."
 
 

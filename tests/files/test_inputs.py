@@ -91,7 +91,10 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
         ("gone*.jsonl", r"'gone\*.jsonl' matches no file"),
         ("parts.csv", r"parts.csv is a directory.*'.*/parts.csv/\*.jsonl'"),
         ("*.csv", "parts.csv is a directory"),
-        ("de*", "matches no file"),
+        (
+            "de*",
+            r"'de\*' matches no file\. It matches 1 folder, such as .*/data/deep\. .* `ls -d .*/de\* > folders.txt`",
+        ),
         ("a.pdb", r"a.pdb has the suffix '.pdb'; expected .jsonl, .json, .csv, .txt,"),
         ("a.hdf5", r"'.hdf5'; expected .* np\.savez\('items\.npz', .* If it is the merged file of a run, name it \.h5"),
         ("a.tsv", r"'.tsv'; expected .* separated by tabs. Write it with commas, .* If each"),

@@ -166,6 +166,11 @@ def test_links_lead_where_they_lead_once_and_their_folders_are_known(tmp_path: P
         ([".hidden"], "in", r"matches no file \(hidden files are skipped\)"),
         (["a.jpg"], "in/*.png", "matches no file|has the suffix"),
         (["a.jpg"], "in/b.jpg", "in/b.jpg does not exist"),
+        (
+            ["a.zarr/.zarray"],
+            "files:in/*.zarr",
+            r"It matches 1 folder, .*in/a\.zarr.* For .* 'files:in/\*\.zarr/\*\*/\*'",
+        ),
         (["a.jpg"], ["in/a.jpg", "in/*.jpg"], "names .*a.jpg twice"),
         (["a.jpg", "b.csv"], ["in/a.jpg", "in/b.csv"], r"'in/b.csv', whose files hold items\. .* 'files:in/b.csv'"),
     ],
