@@ -145,13 +145,21 @@ def _write_about(path: Path, snapshot: Snapshot) -> None:
 
 
 def _write_sources(target: Path, snapshot: Snapshot) -> None:
-    with beside(target) as partial:  # the name is unique, so existing content is from an earlier try
+    with beside(target) as partial:
         partial.mkdir(mode=0o755, exist_ok=True)
         for file in snapshot.files:
             path = partial / file.name
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             mode = 0o755 if file.source.startswith(b"#!") else 0o644  # a script may be called by its path
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode), "wb") as opened:
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+            except FileExistsError as error:  # the folder is new, and each name is there once
+                raise SlurmGPUError(
+                    f"{file.path} cannot be kept in {target}: that file system has another of the workload's modules "
+                    f"by this name, as it ignores upper and lower case or the form of accented letters. Rename one of "
+                    f"them, or put the run on another file system with --run-dir."
+                ) from error
+            with open(fd, "wb") as opened:
                 opened.write(file.source)
                 opened.flush()
                 os.fsync(opened.fileno())

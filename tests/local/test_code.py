@@ -780,6 +780,20 @@ def test_what_is_gone_is_told_apart_from_what_is_not_imported_any_more(tmp_path)
     assert snapshots.changes(before, now) == ["gone.py is gone", "kept.py is no longer imported"]
 
 
+def test_two_modules_whose_names_are_one_to_the_runs_file_system_are_refused_before_anything_is_queued(
+    tmp_path, monkeypatch
+):
+    """Shares of a Windows server, and ext4 with casefold; tasks would find the first one changed, again and again."""
+    files = [snapshots.SourceFile(name, str(tmp_path / name), (), "d", "", b"") for name in ("Nets.py", "nets.py")]
+    opened = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *given, **more: opened(str(path).replace("Nets", "nets"), *given, **more)
+    )
+    with pytest.raises(SlurmGPUError, match=r"/nets\.py cannot be kept in .*ignores upper and lower case"):
+        snapshots.write(tmp_path, snapshots.Snapshot(tuple(files), {}))
+    assert list((tmp_path / "code").iterdir()) == []
+
+
 def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, monkeypatch):
     folder = signed()
     for name in ("vanishing", "helpers/vanishing"):
