@@ -27,6 +27,7 @@ from slurmgpu.util.shared_files import (
     exists,
     list_names,
     make_folder,
+    open_new,
     read_bytes,
     remove,
     retried,
@@ -93,7 +94,7 @@ class Claims:
 
         def write() -> None:
             nonlocal created
-            fd = os.open(path, _IN_PLACE if created else os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, _IN_PLACE) if created else open_new(path)
             created = True
             with os.fdopen(fd, "wb") as file:
                 file.write(encode(vars(claim)))

@@ -19,7 +19,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.run.submissions import DirectoryId, cluster_in_names, directory_id, was_written_in
 from slurmgpu.util.pids import lives, own_id
-from slurmgpu.util.shared_files import list_fresh, read_bytes, remove
+from slurmgpu.util.shared_files import list_fresh, open_new, read_bytes, remove
 from slurmgpu.util.users import own_name
 
 BEAT_S = 3.0
@@ -94,7 +94,7 @@ def refuse_twin(
     """
     path, observer = _path(folder, attempt, job, node), Observer(folder, patience_s)
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        os.close(open_new(path))
     except FileExistsError:
         while (task := observer.look_at(path.name)) is not None and task.lives is None:
             on_wait()

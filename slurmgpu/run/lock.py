@@ -24,7 +24,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.util.early_signals import deferred, heed
 from slurmgpu.util.pids import lives, own_id
-from slurmgpu.util.shared_files import NO_HARD_LINKS, UnusableFileError, read_bytes, remove, replace, retried
+from slurmgpu.util.shared_files import NO_HARD_LINKS, UnusableFileError, open_new, read_bytes, remove, replace, retried
 from slurmgpu.util.users import name_in_words, own_name
 
 log = logging.getLogger(__name__)
@@ -226,7 +226,8 @@ def _try(path: Path, doing: str) -> Lock | None:
     value = cast(Holder, {**about, **own_id()})
     mine = path.with_name(f"{path.name}.{value['token']}.partial")
     try:
-        retried(lambda: _write(mine, value))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        retried(lambda: _write(os.open(mine, flags, 0o644), value))
         try:
             is_mine = _link(mine, path, value)
         finally:
@@ -241,8 +242,7 @@ def _try(path: Path, doing: str) -> Lock | None:
     return Lock(path, value) if is_mine else None
 
 
-def _write(path: Path, value: Holder, flags: int = os.O_TRUNC) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o644)
+def _write(fd: int, value: Holder) -> None:
     with os.fdopen(fd, "wb") as file:
         file.write(_encode(value))
 
@@ -255,7 +255,7 @@ def _link(mine: Path, path: Path, value: Holder) -> bool:
         except OSError as error:
             if error.errno not in NO_HARD_LINKS:
                 raise
-            _write(path, value, os.O_EXCL)
+            _write(open_new(path), value)
     except FileExistsError:
         found = _look(path)
         return found is not None and _parse(found).get("token") == value["token"]

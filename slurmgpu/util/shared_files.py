@@ -178,6 +178,19 @@ def open_to_overwrite(path: os.PathLike[str] | str) -> io.BufferedRandom:
     return open(path, "r+b", opener=_open)
 
 
+def open_new(path: os.PathLike[str] | str) -> int:
+    """A file descriptor to write a file that this process alone makes; FileExistsError if there is one.
+
+    SFTP has one error for a file that exists and one that may not be made, and sshfs makes it EPERM.
+    """
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except PermissionError as error:
+        if error.errno == errno.EPERM and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path)) from error
+        raise
+
+
 def read_bytes(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, patience_s: float = PATIENCE_S) -> bytes:
     """The content of a regular file; UnusableFileError for anything else, and for one of more than `max_bytes`."""
     return retried(lambda: _read(path, max_bytes), patience_s)[0]

@@ -48,6 +48,17 @@ def test_of_many_takers_one_wins_each_shard(claims):
     assert all(claims.read(shard).task == winners[0] for shard, winners in wins.items())
 
 
+def test_a_claim_that_sshfs_refuses_without_saying_why_is_anothers_if_it_is_there(claims, failing):
+    """SFTP has one error for a file that exists and one that may not be made, and sshfs makes it EPERM."""
+    assert claims.take(3, owner("1_0"))
+    failing("open", errno.EPERM, of="00003")
+    assert not claims.take(3, owner("1_1"))
+    assert claims.read(3) == owner("1_0")
+    failing("open", errno.EPERM, of="00004")
+    with pytest.raises(PermissionError):
+        claims.take(4, owner("1_1"))
+
+
 def test_a_folder_of_claims_that_a_purge_has_removed_is_made_again(claims, tmp_path):
     tmp_path.rmdir()
     assert claims.take(3, owner("1_0"))

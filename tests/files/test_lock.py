@@ -259,6 +259,28 @@ def test_a_lock_is_taken_by_one_on_a_file_system_without_hard_links(tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_that_sshfs_refuses_without_saying_why_is_anothers_if_it_is_there(tmp_path, monkeypatch):
+    """SFTP has one error for a file that exists and one that may not be made, and sshfs makes it EPERM."""
+    other = json.dumps({"token": "another's", "beat": 0, "doing": "merging", "user": "ada", **pids.own_id()})
+
+    def refuse(path, flags, *more, **named):
+        if flags & os.O_EXCL:
+            if other:  # it was faster
+                (tmp_path / locks.RUN_LOCK).write_text(other)
+            raise PermissionError(errno.EPERM, "Operation not permitted", os.fspath(path))
+        return opened(path, flags, *more, **named)
+
+    opened = os.open
+    Failing(monkeypatch)("link", errno.EPERM, times=9)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(SlurmGPUError, match="by process .* of ada"), run_lock(tmp_path, "submitting"):
+        pass
+    (tmp_path / locks.RUN_LOCK).unlink()
+    other = ""
+    with pytest.raises(PermissionError), run_lock(tmp_path, "submitting"):
+        pass
+
+
 def test_a_holder_that_was_stopped_for_less_goes_on(tmp_path):
     with start_holder(tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)
