@@ -151,15 +151,13 @@ def _write_sources(target: Path, snapshot: Snapshot) -> None:
             path = partial / file.name
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             mode = 0o755 if file.source.startswith(b"#!") else 0o644  # a script may be called by its path
-            try:
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-            except FileExistsError as error:  # the folder is new, and each name is there once
+            if exists(path):  # each try has a new folder, and each name is there once
                 raise SlurmGPUError(
                     f"{file.path} cannot be kept in {target}: that file system has another of the workload's modules "
                     f"by this name, as it ignores upper and lower case or the form of accented letters. Rename one of "
                     f"them, or put the run on another file system with --run-dir."
-                ) from error
-            with open(fd, "wb") as opened:
+                )
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode), "wb") as opened:
                 opened.write(file.source)
                 opened.flush()
                 os.fsync(opened.fileno())

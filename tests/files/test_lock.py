@@ -273,7 +273,7 @@ def test_a_lock_that_sshfs_refuses_without_saying_why_is_anothers_if_it_is_there
     opened = os.open
     Failing(monkeypatch)("link", errno.EPERM, times=9)
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(SlurmGPUError, match="by process .* of ada"), run_lock(tmp_path, "submitting"):
+    with pytest.raises(SlurmGPUError, match=r"by process .* of ada"), run_lock(tmp_path, "submitting"):
         pass
     (tmp_path / locks.RUN_LOCK).unlink()
     other = ""
