@@ -24,7 +24,7 @@ from slurmgpu.run.creation import create_run
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.util.atomic_files import write_bytes
-from slurmgpu.util.shared_files import status_of
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried, status_of
 
 log = logging.getLogger(__name__)
 
@@ -153,4 +153,8 @@ def remove_unused(run: Run) -> None:
     except NoAnswerError as error:
         log.warning("%s is not removed, because its jobs may be queued. %s", run.folder, error)
         return
-    shutil.rmtree(run.folder)
+    try:
+        retried(lambda: shutil.rmtree(run.folder), BRIEF_PATIENCE_S)
+    except OSError as error:  # what made the submission fail is what the user must see
+        if os.path.lexists(run.folder):
+            log.warning("%s cannot be removed: %s", run.folder, error)

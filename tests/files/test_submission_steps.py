@@ -15,11 +15,14 @@ from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
 from slurmgpu.executors import manual_jobs, resubmission, submission
 from slurmgpu.executors.interface import Started
 from slurmgpu.operations import resubmit
+from slurmgpu.operations.submit import remove_unused
 from slurmgpu.run.crash_history import history_path
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import Again, Recompute, read_recompute, write_recompute
 from slurmgpu.run.submissions import Submission
+from tests.support.failing import Failing
 from tests.support.pretend_runs import pretend_run
+from tests.support.runs import planned_run
 
 NEXT = Submission(2, "spool", "cpu", n_tasks=1, n_concurrent=1, gpus_per_task=0)
 
@@ -288,3 +291,18 @@ def test_a_merge_job_hands_over_to_a_later_submission_and_ends_what_has_nothing_
     assert submission.merge_behind(run, 1) == (0 if complete else 3)
     assert [line["state"] for line in run.submissions()] == states
     assert done == does
+
+
+def test_a_run_that_cannot_be_removed_does_not_hide_why_it_was_to_be(tmp_path, monkeypatch, caplog):
+    failing, run = Failing(monkeypatch), planned_run(tmp_path / "run")
+    failing("unlink", errno.EACCES, of="run.json", times=9)
+    remove_unused(run)
+    assert f"{run.folder} cannot be removed: " in caplog.text
+    caplog.clear()
+    monkeypatch.undo()
+    failing("unlink", errno.EIO, of="run.json")
+    failing("rmdir", errno.EIO, of="run", lost=True)
+    remove_unused(run)
+    assert failing.n_failed == 3
+    assert not run.folder.exists()
+    assert not caplog.records
