@@ -30,7 +30,7 @@ from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.slurm.queue import in_short
 from slurmgpu.util.amounts import count_of, share_of, span_of
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, status_of
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, PATIENCE_S, status_of
 from slurmgpu.util.users import expanded
 
 LIST_FORMAT = "slurmgpu list"
@@ -219,7 +219,7 @@ def _enter_standing(row: Row, run: Run, queued: Queue | None) -> None:
     except SlurmGPUError as error:
         report, problem = None, str(error)
     lines = run.submissions()
-    merged = is_final(lines) and has_every_row(read_merged_head(run.merged), run.plan)
+    merged = is_final(lines) and has_every_row(read_merged_head(run.merged, PATIENCE_S), run.plan)
     n_done = run.plan.n_items if merged else sum(b - a for a, b in map(run.plan.bounds, run.published()))
     if report is None or not is_told(lines, report["submissions"], queued):
         status = read_status(run, queued)
