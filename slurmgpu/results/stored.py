@@ -16,8 +16,8 @@ import numpy.typing as npt
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.shards.open_file import OpenFile, ReplacedFileError
 
-_PART_BYTES = 1 << 20
-_NEAR_BYTES = 1 << 14  # a gap of this size between two rows is read, too, instead of a second call
+PART_BYTES = 1 << 20
+NEAR_BYTES = 1 << 14  # a gap of this size between two rows is read, too, instead of a second call
 
 
 class Results:
@@ -68,7 +68,7 @@ class Dataset:
         """The rows with these numbers, in this order; neighbouring rows are read together."""
         found, order = np.empty((len(rows), *self._shape[1:]), self._dtype), np.argsort(rows)
         placed, row_bytes = rows[order], max(1, self._row_bytes)
-        is_far = (np.diff(placed) * row_bytes > _NEAR_BYTES) | (np.diff(placed * row_bytes // _PART_BYTES) > 0)
+        is_far = (np.diff(placed) * row_bytes > NEAR_BYTES) | (np.diff(placed * row_bytes // PART_BYTES) > 0)
         for part in np.split(order, np.flatnonzero(is_far) + 1):
             if len(part):
                 first, last = rows[part[0]], rows[part[-1]]

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.results.stored import Dataset, Stored
+from slurmgpu.results.stored import NEAR_BYTES, PART_BYTES, Dataset, Stored
 from slurmgpu.shards.columns import Column
 
 _BLOCK_BYTES = 1 << 20
@@ -63,8 +63,7 @@ class ArrayData:
         return self.content[:], key  # NumPy handles any other key, or raises
 
     def _take(self, rows: npt.ArrayLike) -> npt.NDArray[Any]:
-        numbers = np.asarray(rows, np.int64)
-        return self.content.take(numbers) if isinstance(self.content, Dataset) else self.content[numbers]
+        return _taken(self.content, np.asarray(rows, np.int64))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return np.asarray(self.values, dtype)
@@ -98,11 +97,12 @@ class ListData:
             rows = range(len(self))[key]
             if rows.step == 1:
                 return self.column.read(self.stored(rows.start, rows.stop))
-            return [self._one(row) for row in rows]
+            return self._take(np.arange(rows.start, rows.stop, rows.step))
         try:
-            return self._one(operator.index(key))
+            row = range(len(self))[operator.index(key)]
         except TypeError:
-            return [self._one(row) for row in self._rows(np.asarray(key))]
+            return self._take(self._rows(np.asarray(key)))
+        return self.column.read(self.stored(row, row + 1))[0]
 
     def stored(self, start: int = 0, stop: int | None = None) -> Sequence[Any]:
         """The rows from `start` to `stop` as stored."""
@@ -115,17 +115,38 @@ class ListData:
         found: list[Any] = self[start:stop]
         return found
 
-    def _rows(self, key: npt.NDArray[Any]) -> list[int]:
+    def _rows(self, key: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         if key.dtype == bool and key.shape == (len(self),):
             key = np.flatnonzero(key)
         if key.ndim != 1 or (key.size and key.dtype.kind not in "iu"):
             raise IndexError(f"expected an integer, a slice, integers or a mask of {len(self)} booleans to choose rows")
-        rows: list[int] = key.tolist()
-        return rows
+        if key.size and not -len(self) <= key.min() <= key.max() < len(self):
+            raise IndexError(f"a row is not among the {len(self)}")
+        numbers = key.astype(np.int64)  # a narrow type may not hold the number of rows
+        return np.where(numbers < 0, numbers + len(self), numbers)
 
-    def _one(self, row: int) -> Any:
-        row = range(len(self))[row]
-        return self.column.read(self.stored(row, row + 1))[0]
+    def _take(self, rows: npt.NDArray[np.int64]) -> list[Any]:
+        """The rows with these numbers, in this order; rows near each other in the file are read together."""
+        order = np.argsort(rows)
+        starts, stops = (_taken(self.offsets, rows[order] + step).astype(np.int64) for step in (0, 1))
+        size = self.column.dtype.itemsize
+        is_far = (starts[1:] - stops[:-1]) * size > NEAR_BYTES
+        is_far |= np.diff(starts * size // PART_BYTES) > 0
+        found: list[Any] = [None] * len(rows)
+        for part in np.split(np.arange(len(rows)), np.flatnonzero(is_far) + 1) if len(rows) else ():
+            first = int(starts[part[0]])
+            values = self.values[first : int(stops[part[-1]])]
+            bounds = zip(
+                order[part].tolist(), (starts[part] - first).tolist(), (stops[part] - first).tolist(), strict=True
+            )
+            for place, start, stop in bounds:
+                [found[place]] = self.column.split(values[start:stop].copy(), (0, stop - start))
+        read: list[Any] = self.column.read(found)
+        return read
+
+
+def _taken(content: Stored, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    return content.take(rows) if isinstance(content, Dataset) else content[rows]
 
 
 def without_value(data: ColumnData, failed: npt.NDArray[np.bool_], start: int, stop: int) -> npt.NDArray[np.bool_]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.results import stored, verifier
+from slurmgpu.results import stored, verifier, views
 from slurmgpu.results.published import FileRows
 from slurmgpu.shards.columns import Array, Ragged, Text, convert_row
 from slurmgpu.shards.userblock import Reader, read_userblock
@@ -186,13 +186,17 @@ def test_an_array_column_takes_every_key_of_numpy(merged, key):
 
 
 def test_rows_far_apart_are_read_in_their_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(stored, "_NEAR_BYTES", 16)
-    monkeypatch.setattr(stored, "_PART_BYTES", 24)
+    for module in (stored, views):
+        monkeypatch.setattr(module, "NEAR_BYTES", 16)
+        monkeypatch.setattr(module, "PART_BYTES", 24)
     path = write(tmp_path / "a.h5", 0, 50)
     with results.open(path) as opened:
         for rows in ([49, 0, 3, 3, 20, 21, 22, 1], [5], list(range(50)), list(range(49, -1, -7))):
             assert opened["index"][rows].tolist() == rows
             assert opened["logits"][rows].tolist() == opened["logits"][:][rows].tolist()
+            for name in (*opened.columns, "error"):
+                each = list(opened[name])
+                assert repr(list(opened[name][rows])) == repr([each[row] for row in rows])
 
 
 @pytest.mark.parametrize("rows", [np.array([-3, 100, 0], np.int8), np.array([255, 7], np.uint8)])
@@ -658,6 +662,16 @@ def test_the_bytes_of_many_small_shards_are_read_together(tmp_path, monkeypatch)
     with results.open(tmp_path / "merged.h5") as file:
         file.check_rows(0, len(file))
     assert len(reads) < 100  # the number of shards; each of them has a piece in each dataset
+
+
+def test_texts_near_each_other_are_read_together(tmp_path, monkeypatch):
+    reads, read_into = [], stored.Results.read_into
+    monkeypatch.setattr(stored.Results, "read_into", lambda *args: reads.append(args) or read_into(*args))
+    with results.open(write(tmp_path / "a.h5", 0, 300)) as opened:
+        for rows in (slice(None, None, 3), np.arange(300) % 7 == 2):
+            reads.clear()
+            assert opened["shout"][rows] == np.array(opened["shout"][:], object)[rows].tolist()
+            assert len(reads) < 10
 
 
 def test_a_file_has_the_items_of_its_rows(tmp_path):
