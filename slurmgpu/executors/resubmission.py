@@ -84,7 +84,8 @@ def next_submission(
     n_missing = run.plan.n_shards - len(run.published()) + n_again
     wanted = merge_tables(last["resources"], resources or {})
     asked = first_submission(wanted, max(1, run.plan.most_tasks(n_missing)), last["submission"] + 1)
-    options, exclude, notes = executor_named(asked.executor).learn(run, last, {**last["slurm"], **given}, given)
+    executor, so_far = executor_named(asked.executor), {**last["slurm"], **given}
+    options, exclude, notes = executor.learn(run, last, so_far, given, asked.n_concurrent)
     submission = replace(
         asked,
         slurm=options,

@@ -84,10 +84,10 @@ class Slurm(Executor):
             )
 
     def learn(
-        self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
+        self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any], n_tasks: int
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
         """Exclude nodes that failed, and ask for more memory if it ran out."""
-        return slurm_adjustments.learn(run, last, options, given)
+        return slurm_adjustments.learn(run, last, options, given, n_tasks)
 
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
         """The submission within MaxArraySize and MaxSubmitJobs."""

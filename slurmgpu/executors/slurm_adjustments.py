@@ -17,7 +17,7 @@ MEMORY_FACTOR = 1.5
 
 
 def learn(
-    run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
+    run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any], n_tasks: int
 ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
     """The options, the nodes to exclude, and a sentence for each change: see `Executor.learn`."""
     exclude: list[str] = []
@@ -29,7 +29,7 @@ def learn(
     records = (record for record in run.attempts() if record["submission"] == last["submission"])
     of_items = {kind for record in records for _, errors in record["failed"] for kind in errors}
     if _ran_out_of_memory(attempts, of_items) and not MEMORY_OPTIONS & set(given):
-        options, note = _with_more_memory(options, attempts, by_hand=bool(last.get("by_hand")))
+        options, note = _with_more_memory(options, attempts, _factor(last, n_tasks), by_hand=bool(last.get("by_hand")))
         notes.append(note)
     return options, exclude, notes
 
@@ -62,8 +62,17 @@ def _ran_out_of_memory(attempts: list[AttemptRow], of_items: set[str]) -> bool:
     return any(policy.more_memory for name, policy in POLICIES.items() if name in met)
 
 
+def _factor(last: SubmissionLine, n_tasks: int) -> float:
+    """How many times as much memory a task gets: a job with fewer tasks than before has no less than before.
+
+    A task can take the memory that others of its job leave.
+    """
+    before = last.get("tasks_per_node", 1)
+    return max(MEMORY_FACTOR, before / min(before, n_tasks))
+
+
 def _with_more_memory(
-    options: Mapping[str, Any], attempts: list[AttemptRow], *, by_hand: bool
+    options: Mapping[str, Any], attempts: list[AttemptRow], factor: float, *, by_hand: bool
 ) -> tuple[dict[str, Any], str]:
     had = max((a["memory_mb"] or 0 for a in attempts), default=0)
     if by_hand and had:  # the script may ask for another amount than the run file
@@ -80,10 +89,10 @@ def _with_more_memory(
                 note = f"Memory ran out, and {name} = {options[name]} is all memory of a node: ask for larger nodes."
                 return dict(options), note
             # In whole megabytes: 1.5 times 1G is no whole number of G.
-            more = f"{int(megabytes * MEMORY_FACTOR)}M"
+            more = f"{int(megabytes * factor)}M"
             return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."
     if not had:
         note = "Memory ran out, but the amount is unknown: set mem in [slurm], or --slurm mem=…"
         return dict(options), note
-    more = f"{int(had * MEMORY_FACTOR)}M"
+    more = f"{int(had * factor)}M"
     return {**options, "mem": more}, f"Memory ran out: mem is {more} instead of {had}M."
