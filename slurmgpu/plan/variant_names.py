@@ -45,7 +45,7 @@ def names_beside(
     for number, values in enumerate(configurations):
         same = free.get(as_text(hidden(values)), [])
         if same:
-            # Two runs have the same values where `zip` repeats them.
+            # Two runs have the same values where `random` draws them twice.
             kept[number] = names[number] if names[number] in same else same[0]
             same.remove(kept[number])
     new = [number for number in range(len(configurations)) if number not in kept]

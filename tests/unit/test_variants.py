@@ -70,10 +70,16 @@ def test_without_an_input_keys_of_tables_vary_the_run_and_all_others_its_items(t
         ({"input": ["x/data.jsonl.gz", "y/data.jsonl.gz"]}, ["x-data", "y-data"]),
         ({"input": ["imgs/*.png", "scans/*.png"]}, ["imgs", "scans"]),
         ({"input": [["a", "b"], ["c"]]}, ["input-0", "input-1"]),
+        ({"model": ["o/x/b", "o/y/b"]}, ["x-b", "y-b"]),
+        ({"model": ["o/x/b/c", "o/y/b/c"]}, ["x-b-c", "y-b-c"]),
+        ({"model": ["a", 1]}, ["model-0", "model-1"]),
+        ({"model": [1, [1]]}, ["model-0", "model-1"]),
+        ({"model": ["!", "a"]}, ["model-0", "model-1"]),
         ({"settings.t": [0.5, -1, True]}, ["t=0.5", "t=-1", "t=true"]),
         ({"slurm.time": ["04:00:00", "1-00"]}, ["time=04-00-00", "time=1-00"]),
         ({"prompt": ["say: {text}" * 9, "why?"]}, ["prompt-0", "prompt-1"]),
         ({"a": ["x_y", "x"], "b": ["z", "y_z"]}, ["0", "1"]),
+        ({"a": ["x" * 40, "x"], "b": ["y" * 40, "y"], "c": ["z" * 40, "z"]}, ["0", "1"]),
         ({"model": ["org/a", "org/a"]}, ["0", "1"]),
         ({"prompt": ["Say password=abcdef", "why?"]}, ["prompt-0", "prompt-1"]),
         ({"settings.api_key": ["abc", "def"]}, ["api_key-0", "api_key-1"]),
@@ -83,6 +89,15 @@ def test_without_an_input_keys_of_tables_vary_the_run_and_all_others_its_items(t
 def test_names_tell_the_values_that_vary(values, names):
     rows = [dict(zip(values, each, strict=True)) for each in zip(*values.values(), strict=True)]
     assert names_of(rows) == names
+
+
+def test_runs_whose_values_were_drawn_twice_have_a_name_each():
+    found = names_beside([{"n": 1}, {"n": 1}], (), {"b": {"n": 1}, "a": {"n": 1}})
+    assert [each.name for each in found] == ["b", "a"]
+
+
+def test_no_name_is_empty_beside_runs_of_more_keys():
+    assert names_of([{"lr": 1, "batch_size": 2}, {"lr": 1}]) == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +121,7 @@ def test_names_tell_the_values_that_vary(values, names):
         ({"small": "org/small", "org-small": "org/small"}, ["org/small"], ["small"]),
         ({"small": "org/small", "org-small": "org/small"}, ["org/small", "other/small"], ["org-small", "other-small"]),
         ({"b": 0.5, "a": 0.5}, [0.5, 0.7], ["b", "model=0.7"]),
+        ({"b": {"u": 1, "v": 2}}, [{"v": 2, "u": 1}, 1], ["b", "model-1"]),
         ({"model=1": 1}, [1.0], ["model=1.0"]),
     ],
 )
