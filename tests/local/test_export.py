@@ -377,6 +377,9 @@ def test_an_export_replaces_no_input_of_its_run_by_no_name(tmp_path, suffix):
         with pytest.raises(SlurmGPUError, match=rf"{name} is the input of .*/run, and would be replaced"):
             export(run, "jsonl", tmp_path / name)
     assert items.read_bytes() == before
-    assert export(run, "jsonl", tmp_path / "rows.jsonl").n_rows == 2
+    (tmp_path / "of its name").mkdir()
+    (tmp_path / "of its name" / items.name).touch()
+    for other in ("rows.jsonl", f"of its name/{items.name}"):
+        assert export(run, "jsonl", tmp_path / other).n_rows == 2
     items.unlink()
     assert export(run, "jsonl", items).n_rows == 2
