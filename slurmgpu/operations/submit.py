@@ -154,7 +154,7 @@ def remove_unused(run: Run) -> None:
         log.warning("%s is not removed, because its jobs may be queued. %s", run.folder, error)
         return
     try:
-        retried(lambda: shutil.rmtree(run.folder), BRIEF_PATIENCE_S)
+        with contextlib.suppress(FileNotFoundError):  # the reply was lost
+            retried(lambda: shutil.rmtree(run.folder), BRIEF_PATIENCE_S)
     except OSError as error:  # what made the submission fail is what the user must see
-        if os.path.lexists(run.folder):
-            log.warning("%s cannot be removed: %s", run.folder, error)
+        log.warning("%s cannot be removed: %s", run.folder, error)
