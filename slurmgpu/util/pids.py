@@ -43,6 +43,13 @@ def has_ended(child: int) -> bool:
         return True
 
 
+def is_alone_in_group(leader: int) -> bool:
+    """Whether no other process of the process group that this one leads is alive."""
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    others = (stat(pid) for pid in pids if pid != leader)
+    return not any(found and found[0] not in DEAD and int(found[2]) == leader for found in others)
+
+
 def numbering() -> Numbering:
     """The boot and the PID namespace of this process."""
     return _numbering_of(os.getpid())

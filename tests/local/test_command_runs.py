@@ -268,12 +268,16 @@ print(json.dumps({"n": n, "began": began}))
 """
 
 
-@pytest.mark.parametrize("to_all", [False, True])
-def test_a_script_that_resumes_has_time_to_keep_its_progress_and_is_told_once(slurmgpu, tmp_path, to_all):
-    """Also if the signal goes to all processes of the job, as Slurm's does."""
-    run, columns = [sys.executable, "-S", "one.py", "{text}"], {"n": "int32", "began": "int32"}
+DIRECT = (sys.executable, "-S", "one.py", "{text}")
+BY_A_SHELL = ("sh", "-c", f'{sys.executable} -S one.py "$1"; exit $?', "sh", "{text}")
+
+
+@pytest.mark.parametrize(("run", "to_all"), [(DIRECT, False), (DIRECT, True), (BY_A_SHELL, False)])
+def test_a_script_that_resumes_has_time_to_keep_its_progress_and_is_told_once(slurmgpu, tmp_path, run, to_all):
+    """Also if the signal goes to all processes of the job, as Slurm's does; and behind a shell, which ends at once."""
+    columns = {"n": "int32", "began": "int32"}
     more = {"batch_size": 1, "executor": "local", "texts": ["a"], "resumes": True}
-    folder = make(tmp_path / "project", "one.py", run=run, columns=columns, **more)
+    folder = make(tmp_path / "project", "one.py", run=[*run], columns=columns, **more)
     (folder / "one.py").write_text(KEEPS)
     (folder / "held").touch()
     process = start("submit", cwd=folder)

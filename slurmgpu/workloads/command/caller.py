@@ -150,7 +150,7 @@ class Caller:
         started = time.monotonic()
         child = Child(arguments, environ, printed if line.out is None else out, err, self.guard)
         try:
-            child.finish(self.timeout_s, _check_unchanged, self._shall_end)
+            child.finish(self.timeout_s, _check_unchanged, self._shall_end, self._will_stop if self.resumes else None)
             if line.out is None:
                 row = printed.row(is_logged=time.monotonic() - started > LONG_CALL_S)
                 if is_metric(row.get("error")) and self.columns.keys() <= row.keys():

@@ -102,6 +102,7 @@ class Child:
         self._n_open = 2
         self.out_is_open = True
         self._is_told = False
+        self._leaves_time: Callable[[], bool] | None = None
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), False)
 
@@ -169,6 +170,12 @@ class Child:
                 raise TimeoutError
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
+        if self._leaves_time and not pids.is_alone_in_group(self._process.pid) and self._leaves_time():
+            # A shell ends at once by SIGTERM, and the program that it has started saves its progress.
+            while not pids.is_alone_in_group(self._process.pid):
+                with contextlib.suppress(OutputError):
+                    self.take(None)
+                time.sleep(LOOK_S)
         return self._reap()
 
     def has_ended(self) -> bool:
@@ -193,6 +200,7 @@ class Child:
         """End its process group with SIGTERM, then SIGKILL; returns the exit code."""
         if self._process.returncode is not None:
             return self._process.returncode
+        self._leaves_time = None
         self._close_stdin()
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
@@ -205,12 +213,15 @@ class Child:
         timeout_s: float | None,
         on_started: Callable[[], None] = lambda: None,
         shall_end: Callable[[], bool] = lambda: False,
+        leaves_time: Callable[[], bool] | None = None,
     ) -> None:
         """Wait until it ends; CallFailedError if it fails, or takes longer than `timeout_s`.
 
         `on_started` is called after START_S, or once the process has ended; an exception from it ends the process. The
-        process gets SIGTERM once `shall_end` returns true.
+        process gets SIGTERM once `shall_end` returns true. If processes that it has started outlive it, they are
+        waited for if `leaves_time` returns true, and else killed.
         """
+        self._leaves_time = leaves_time
         begun = time.monotonic()
         deadline = begun + (math.inf if timeout_s is None else timeout_s)
         try:
