@@ -446,6 +446,26 @@ def test_an_interrupt_names_the_run_that_was_not_submitted(swept, monkeypatch, c
     assert f"interrupted; {swept / 'run' / 'others'} was not submitted." in capsys.readouterr().err
 
 
+def test_a_run_that_cannot_be_waited_for_leaves_the_wait_for_the_others(swept, monkeypatch, capsys):
+    conclude = submitted.conclude
+
+    def failing(run, *args, **given):
+        if run.name == "items":
+            raise SlurmGPUError("The merge did not finish.")
+        return conclude(run, *args, **given)
+
+    monkeypatch.setattr(submitted, "conclude", failing)
+    path, overrides = swept / "slurmgpu.toml", Overrides()
+    overrides.put({"resources": {"executor": "debug", "gpus": 0}}, "the test")
+    asked = {"look": None, "after": (), "inject": (), "dry_run": False, "wait": True, "as_json": True}
+    assert sweep.submit(path, variants_of(path, overrides), **asked) == 2
+    told = capsys.readouterr()
+    failed, complete = json.loads(told.out)["runs"]
+    assert failed == {"run_dir": str(swept / "run" / "items"), "error": "The merge did not finish."}
+    assert complete["complete"]
+    assert "items: The merge did not finish." in told.err
+
+
 def recorded(function, name, calls):
     def call(*args, **given):
         calls.append(name)

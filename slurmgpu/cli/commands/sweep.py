@@ -73,7 +73,7 @@ def submit(
         def conclude(run: Run, outcome: Outcome) -> None:
             if not as_json:
                 result(f"{run.folder}:")
-            done.append(submitted.conclude(run, outcome, wait=wait, as_json=as_json))
+            done.append(_concluded(run, outcome, wait=wait, as_json=as_json))
 
         for variant, draft in drafts.to_submit:
             say(f"{variant.name}: {_values_in_words(variant)}")
@@ -98,6 +98,20 @@ def submit(
     else:
         result(f"next: slurmgpu {'status' if queued and not wait else 'report'} {shlex.quote(str(variants.folder))}")
     return max(codes, default=EXIT_COMPLETE)
+
+
+def _concluded(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> tuple[int, Mapping[str, Any]]:
+    """The exit code and the JSON of a submission; its error is printed, because the other runs go on."""
+    try:
+        return submitted.conclude(run, outcome, wait=wait, as_json=as_json)
+    except SlurmGPUError as error:
+        return _refused(run.folder, error)
+
+
+def _refused(folder: Path, error: SlurmGPUError) -> tuple[int, Mapping[str, Any]]:
+    """The exit code and the JSON of a run whose error is printed."""
+    say(f"{folder.name}: {error}")
+    return EXIT_BAD_USAGE, {"run_dir": str(folder), "error": str(error)}
 
 
 def _wait_for_end(run: Run) -> int:
@@ -244,10 +258,6 @@ def resubmit(folders: Sequence[Path], asked: Request, *, force: bool, wait: bool
     outcomes: list[tuple[Run, Outcome]] = []
     done: list[tuple[int, Mapping[str, Any]]] = []
 
-    def refused(folder: Path, error: SlurmGPUError) -> None:
-        say(f"{folder.name}: {error}")
-        done.append((EXIT_BAD_USAGE, {"run_dir": str(folder), "error": str(error)}))
-
     say_not_submitted(folders)
     for folder in filter(was_submitted, folders):
         try:
@@ -257,12 +267,8 @@ def resubmit(folders: Sequence[Path], asked: Request, *, force: bool, wait: bool
         except NothingToSubmitError as error:
             say(f"{folder.name}: {error}")
         except SlurmGPUError as error:
-            refused(folder, error)
-    for run, outcome in outcomes:
-        try:
-            done.append(submitted.conclude(run, outcome, wait=wait, as_json=as_json))
-        except SlurmGPUError as error:
-            refused(run.folder, error)
+            done.append(_refused(folder, error))
+    done += [_concluded(run, outcome, wait=wait, as_json=as_json) for run, outcome in outcomes]
     if as_json:
         result_json({"runs": [told for _, told in done]})
     if done:
