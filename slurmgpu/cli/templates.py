@@ -32,7 +32,7 @@ TEMPLATE = """\
 # on_end = "mail -s $SLURMGPU_NAME:$SLURMGPU_STATE ada@example.org"   # run when the run ends, report.json on stdin
 
 [workload]
-use = "{use}"
+use = {use}
 {batch}
 [settings]                         # what the workload's __init__ takes
 {settings}
@@ -275,7 +275,7 @@ def _filled(use: str, proposed: Template, stem: str, *, takes_all: bool = True) 
     return TEMPLATE.format(
         title=runtime_named(DEFAULT_RUNTIME).title,
         run_dir=f'# run_dir = "runs/{stem}"',
-        use=use,
+        use=json.dumps(use, ensure_ascii=False),
         settings=settings if isinstance(settings, str) else settings.read_text("utf-8"),
         input=f"input = {json.dumps(proposed.input)}" if proposed.input else '# input = "items.jsonl"',
         batch="# batch_size = 64                  # overrides the workload's own\n" if proposed.input else "",

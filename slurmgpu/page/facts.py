@@ -12,7 +12,7 @@ from slurmgpu.report.attempts import AttemptRow, node_of, outcome_of
 from slurmgpu.report.build import MESSAGE_CHARACTERS
 from slurmgpu.report.ledger import energy_in_words, in_words
 from slurmgpu.report.report_file import Report
-from slurmgpu.run.failures import POLICIES, without_numbers
+from slurmgpu.run.failures import policy_of, without_numbers
 from slurmgpu.run.records import Death, Usage
 from slurmgpu.util.amounts import duration
 
@@ -97,14 +97,15 @@ def _count(report: Report, key: Count, name: str, *, alarm: bool = False) -> Fig
 def classes_of(report: Report) -> list[dict[str, Any]]:
     """The failure classes that occurred: counts of items, attempts and workers, and the meaning."""
     counts = [report["errors_by_class"], report["failures"], report["worker_deaths"]]
+    policies = {name: policy_of(name) for name in sorted({name for count in counts for name in count})}
     return [
         {
             "name": name,
             "counts": [count.get(name, 0) for count in counts],
-            "meaning": POLICIES[name].meaning if name in POLICIES else "",
-            "policy": POLICIES[name].outlook() if name in POLICIES else "",
+            "meaning": policy.meaning if policy else "",
+            "policy": policy.outlook() if policy else "",
         }
-        for name in sorted({name for count in counts for name in count})
+        for name, policy in policies.items()
     ]
 
 

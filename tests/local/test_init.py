@@ -19,7 +19,7 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
     ("argv", "column", "expected"),
     [
         ([], "n_words", [3, 6, 1]),
-        (["-o", "sub/x.toml", "my model-2.py"], "shout", ["A CAT SLEEPS", "THE BANK LENDS MONEY TO FARMERS", "HELLO"]),
+        (["-o", "sub/x.toml", 'my "own"-2.py'], "shout", ["A CAT SLEEPS", "THE BANK LENDS MONEY TO FARMERS", "HELLO"]),
         (["command"], "score", [3, 2, 6]),
     ],
 )
