@@ -39,13 +39,15 @@ class Clock:
         try:
             year, month, day, hour, minute, second = map(int, numbers)
             naive = datetime(year, month, day, hour, minute, second, int((fraction or b"0").ljust(6, b"0")))
-            if offset is not None:
-                self.zone = _seconds(offset)
-            zone = None if self.zone is None else timezone(timedelta(seconds=self.zone))
+            seconds = self.zone if offset is None else _seconds(offset)
+            zone = None if seconds is None else timezone(timedelta(seconds=seconds))
             told = naive.replace(tzinfo=zone).timestamp()
         except (ValueError, OverflowError):
             return None  # such as the 31st of February
-        return told if self._earliest <= told <= self._latest else None
+        if not self._earliest <= told <= self._latest:
+            return None
+        self.zone = seconds
+        return told
 
 
 def _seconds(offset: bytes) -> float:

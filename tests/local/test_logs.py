@@ -726,6 +726,16 @@ def test_lines_without_a_time_stay_behind_the_line_before_them(tmp_path):
     assert lines == ["early", "one", "traceback", "two", "set", "more", "four"]
 
 
+def test_the_offset_of_a_time_that_is_none_says_nothing_of_other_lines(tmp_path):
+    begin = 1_760_000_000
+    local = datetime.fromtimestamp(begin + 1, timezone(timedelta(hours=-7))).strftime("%Y-%m-%d %H:%M:%S,000")
+    path = tmp_path / "x.log"
+    for odd in (stamp(begin)[:19] + "+99:00", "1999-01-01T00:00:00+09:00"):  # none at all, and one of a text
+        path.write_text(f"{stamp(begin, -7)} one\n{odd} text\n{local} two\n")
+        lines = list(read_lines(LogFile(path, "worker"), since=begin))
+        assert [line.time for line in lines] == [begin, begin, begin + 1]
+
+
 def test_times_without_an_offset_are_those_of_the_zone_that_the_file_says(tmp_path):
     begin = float(int(time.time()))
     local = datetime.fromtimestamp(begin, timezone(timedelta(hours=-7))).strftime("%Y-%m-%d %H:%M:%S,250")
