@@ -68,7 +68,7 @@ class AttemptWriter:
         self._call: frozenset[int] = frozenset()
         self._has_waited = False
 
-    def _clock(self) -> float:
+    def now(self) -> float:
         """The time; if the clock was set, earlier times are shifted by as much, so that durations stay the same."""
         now, steady = self._clocks()
         step, self._ahead = now - steady - self._ahead, now - steady
@@ -95,7 +95,7 @@ class AttemptWriter:
         """Note a change of the state, if it is one."""
         if state != self.record["state"]:
             self.record["state"] = state
-            self.record["phases"].append([round(self._clock(), 3), state])
+            self.record["phases"].append([round(self.now(), 3), state])
 
     def fail(self, failure: str, message: str, trace: str = "") -> None:
         """Note why the attempt fails."""
@@ -104,7 +104,7 @@ class AttemptWriter:
 
     def add_event(self, event: TaskEvent) -> None:
         """Record what an event tells of the worker."""
-        self._clock()  # the event's times use the clock as it is set now
+        self.now()  # the event's times use the clock as it is set now
         record = self.record
         match event["event"]:
             case "loading":
@@ -157,16 +157,16 @@ class AttemptWriter:
             self._keep()
         self._drop()
 
-    def add_death(self, death: Death) -> None:
-        """A worker died: only the kept progress of its shard is left."""
-        self.record["deaths"].append({**death, "at": self._clock(), "state": self.record["state"]})
+    def add_death(self, death: Death, at: float) -> None:
+        """A worker died, as was seen at a time of `now`: only the kept progress of its shard is left."""
+        self.record["deaths"].append({**death, "at": at, "state": self.record["state"]})
         self._drop()
 
     def end(self) -> None:
         """The attempt ends, and gives its shard back."""
         self._drop()
         self.enter("ended")
-        self.record["ended"] = self._clock()
+        self.record["ended"] = self.now()
         self.write()
 
     def write_if_due(self) -> None:
@@ -177,7 +177,7 @@ class AttemptWriter:
     def write(self) -> None:
         """Write the record; an error is logged."""
         begun = time.monotonic()
-        self.record["updated"] = self._clock()
+        self.record["updated"] = self.now()
         self.record["usage"] = self._usage()
         has_ended = self.record["state"] == "ended"
         try:
@@ -191,7 +191,7 @@ class AttemptWriter:
         self._due = begun + until_next(time.monotonic() - begun)
 
     def _begin(self, shard: int) -> None:
-        now = self._clock()
+        now = self.now()
         if not self._in_hand:
             self._since = now
         self._in_hand[shard] = now
@@ -222,7 +222,7 @@ class AttemptWriter:
 
     def _keep(self) -> None:
         if self._in_hand:
-            now = self._clock()
+            now = self.now()
             self._kept_here += now - self._since
             self.record["kept_s"] = round(self.record["kept_s"] + now - self._since, 3)
             self._since = self.record["shard_kept"] = now
@@ -240,7 +240,7 @@ class AttemptWriter:
         record["published"].append([event["shard"], *times, event["won"], *revision])
         record["kept_s"] = max(0.0, round(record["kept_s"] - self._kept_here, 3))  # `times` include them
         self._in_hand.pop(event["shard"], None)
-        self._since, self._kept_here = self._clock(), 0.0
+        self._since, self._kept_here = self.now(), 0.0
         if not self._in_hand:
             self._hold(None)
 
@@ -249,7 +249,7 @@ class AttemptWriter:
         started = self._in_hand.pop(shard, None)
         if started is None:
             return
-        now = self._clock()
+        now = self.now()
         until = min((later for later in self._in_hand.values() if later > started), default=now)
         self.record["lost_s"] = round(self.record["lost_s"] + until - started, 3)
         self._since = min(self._in_hand.values(), default=now)
@@ -258,7 +258,7 @@ class AttemptWriter:
 
     def _drop(self) -> None:
         if self._in_hand:
-            self.record["lost_s"] = round(self.record["lost_s"] + self._clock() - self._since, 3)
+            self.record["lost_s"] = round(self.record["lost_s"] + self.now() - self._since, 3)
         self._in_hand.clear()
         self._hold(None)
         self.record["progress"] = None

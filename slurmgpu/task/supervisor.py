@@ -390,8 +390,9 @@ class Task:
 
     def _add_death(self, returncode: int, was_oom: bool) -> int | None:
         """Record why a worker died; return the task's exit code, None if another worker should go on."""
+        at = self.writer.now()  # first: the lines of the log on this death are looked for from then on
         death, why_no_more = self._deaths.add_death(returncode, was_oom, self._leases.held)
-        self.writer.add_death(death)
+        self.writer.add_death(death, at)
         if why_no_more is not None:
             return self._fail(death["class"], why_no_more)
         self.writer.enter("starting")

@@ -32,7 +32,9 @@ def attempt(tmp_path):
         writer = AttemptWriter(run, Attempt("7", 0, end_time=99.0), clocks=lambda: (now[0], now[0]))
         for at, what, *more in story:
             now[0] = float(at)
-            if what in ("add_death", "leave", "end"):
+            if what == "add_death":
+                writer.add_death(*more, writer.now())
+            elif what in ("leave", "end"):
                 getattr(writer, what)(*more)
             else:
                 writer.add_event({"event": what, **(more[0] if more else {})})
@@ -313,7 +315,7 @@ def test_a_clock_that_is_set_moves_earlier_times_and_changes_no_duration(tmp_pat
     live(2, "ready", **READY)
     live(2, "claim", shard=2, idle_s=0.0)
     publish(2, 5, took=3)
-    writer.add_death(DIES)
+    writer.add_death(DIES, writer.now())
     live(6, "claim", shard=3, idle_s=0.0)
     ahead[0] += step_s  # and the shard's events are by the new clock
     publish(3, 16, took=10)

@@ -1,6 +1,7 @@
 """Workers that die: which items are suspected and quarantined, and when a task gives up."""
 
 import functools
+import itertools
 import math
 import signal
 
@@ -12,6 +13,7 @@ from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.records import Attempt
 from slurmgpu.shards.columns import Array
+from slurmgpu.task import crash_tracking
 from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
 from slurmgpu.task.supervisor import Task
 from slurmgpu.util import cgroups
@@ -263,3 +265,12 @@ def test_the_items_in_flight_are_those_of_the_call_that_a_worker_is_in(run, even
         task.handle(event)
     death, _ = task._deaths.add_death(-signal.SIGKILL, was_oom=False, held={})
     assert death.get("items") == items
+
+
+def test_a_death_is_recorded_at_a_time_before_its_lines_in_the_log(run, monkeypatch):
+    """However long a file system takes to write them: they are looked for from that time on."""
+    task, ticks, logged = Task(run, Attempt("7", 0, device="cpu")), itertools.count(1.0), []
+    monkeypatch.setattr(task.writer, "_clocks", lambda: (now := next(ticks), now))
+    monkeypatch.setattr(crash_tracking.log, "error", lambda *_: logged.append(next(ticks)))
+    task._add_death(-signal.SIGKILL, was_oom=False)
+    assert [death["at"] <= logged[0] for death in task.record["deaths"]] == [True]
