@@ -79,7 +79,9 @@ def same_image(path: Path, identity: Identity) -> None:
 
 def _sif(path: Path, sif: Sif) -> Identity:
     digest = digests(path, (sif.root_offset, sif.root_size))
-    created = datetime.datetime.fromtimestamp(sif.created, datetime.timezone.utc)
+    created = None
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # no checksum is over the header
+        created = datetime.datetime.fromtimestamp(sif.created, datetime.timezone.utc).isoformat()
     return {
         "kind": "sif",
         "sha256": digest["sha256"],
@@ -87,7 +89,7 @@ def _sif(path: Path, sif: Sif) -> Identity:
         "uuid": sif.uuid,
         "arch": sif.arch,
         "labels": sif.labels,
-        "created": created.isoformat(),
+        "created": created,
     }
 
 

@@ -149,6 +149,13 @@ def test_a_header_that_lies_about_its_objects_is_refused(image):
         image.write_bytes(content)
 
 
+def test_a_time_of_building_that_is_none_is_unknown(image):
+    created = 64
+    for value in (1 << 40, 1 << 60, -(1 << 60)):
+        write(image, created, struct.pack("<q", value))
+        assert identify(image)["created"] is None
+
+
 def test_an_image_that_may_not_be_read_is_refused(image, normal_user):
     image.chmod(0)
     if os.geteuid() != 0:
