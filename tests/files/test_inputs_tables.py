@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import gzip
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import Reader, check_input, concatenate, find, promise, scan
 from slurmgpu.inputs.keys import check_names
+from slurmgpu.inputs.tables import ParquetRows
 from slurmgpu.merge.join import join
 from slurmgpu.merge.sources import Source
 from slurmgpu.shards.columns import Array, Ragged, Text
@@ -73,6 +76,18 @@ def test_damage_in_one_row_group_is_that_groups_items_errors(tmp_path: Path) -> 
     assert items[:20] + items[30:] == ROWS[:20] + ROWS[30:]
     assert all(isinstance(item, ItemError) for item in items[20:30])
     assert f"{path}, row group 2: expected Parquet, found damage" in str(items[25])
+
+
+def test_a_row_group_that_cannot_be_read_at_the_moment_is_no_items_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(rows: ParquetRows, group: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    write_parquet(tmp_path / "a.parquet", ROWS, 10)
+    monkeypatch.setattr(ParquetRows, "load", fail)
+    with closing(ParquetRows(str(tmp_path / "a.parquet"))) as rows, pytest.raises(OSError, match="Input/output error"):
+        rows.read(0, 3)
 
 
 FOOTERS = {
