@@ -15,6 +15,8 @@ def check_objects(where: str, objects: Sequence[Any], wanted: Any) -> None:
 
     Checks key by key, which is quick: there may be a million objects.
     """
+    if not objects:
+        return
     if not all(isinstance(each, dict) for each in objects):
         raise ValueError(f"{where}not all are objects")
     for key, hint in _hints_of(wanted).items():
@@ -75,9 +77,9 @@ def _check_values(where: str, values: Sequence[Any], hint: Any) -> None:
     if not set(map(type, values)) <= allowed:
         found = next(value for value in values if type(value) not in allowed)
         raise ValueError(f"{where} is {found!r:.80}")
-    for each in hints:
+    for each in hints if values else ():
         kind = _types_of(each)
-        inner = [value for value in values if type(value) in kind] if values else []
+        inner = [value for value in values if type(value) in kind]
         if is_typeddict(each):
             check_objects(f"{where}: ", inner, each)
         elif list in kind:
