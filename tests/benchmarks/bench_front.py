@@ -1,17 +1,19 @@
-"""How long `slurmgpu --help` and `status` take, and how many files a run leaves for each task.
+"""How long `slurmgpu --help`, `status` and `list` take, and how many files a run leaves for each task.
 
     python -m tests.benchmarks.bench_front [--quick]
 
 Each time is the median of several, in turns, of whole processes; beside them an empty Python, the import of what every
 command needs, and `squeue`, which `status` calls once. The run of `status` has 2,000 shards, of which 1,936 are really
-published, and the records of 64 tasks at work, dealt out of the one that has published them. The files are counted
-after a real run of eight tasks on the private test cluster. How fast planning is: bench_inputs.
+published, and the records of 64 tasks at work, dealt out of the one that has published them. `list` has 1,000 runs that
+have ended, beside a loop that parses their run.json, report.json and submissions.jsonl. The files are counted after a
+real run of eight tasks on the private test cluster. How fast planning is: bench_inputs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -37,8 +39,10 @@ from tests.cluster import Cluster
 HOME = Path(__file__).parents[2]
 USE = f"{Path(__file__).with_name('small_rows.py')}:SmallRows"
 N_SHARDS, N_TASKS = 2000, 64
+N_LISTED = 1000
 BASELINE = "import typer, rich.console"
-LIMIT_HELP, LIMIT_STATUS = 1.6, 2.2
+PARSE = "parsing the files of list"
+LIMIT_HELP, LIMIT_STATUS, LIMIT_LIST = 1.6, 2.2, 12
 LIMIT_FILES = 12
 N_COUNTED = 8
 
@@ -54,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as scratch,
     ):
         run = run_at_work(Path(scratch) / "status", cluster)
-        seconds = time_commands(run, 3 if arguments.quick else 15, cluster is not None)
+        listed = ended_runs(Path(scratch) / "list")
+        seconds = time_commands(run, listed, 3 if arguments.quick else 15, cluster is not None)
         unit = middle(seconds[BASELINE])
         print_table(
             ("", "median s", "slowest s", f"x {BASELINE}"),
@@ -65,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         limits = {"slurmgpu --help": LIMIT_HELP, "slurmgpu status": LIMIT_STATUS}
         met = [judge(name, middle(seconds[name]) / unit, limit, f" x {BASELINE}") for name, limit in limits.items()]
+        times = middle(seconds["slurmgpu list"]) / middle(seconds[PARSE])
+        met.append(judge(f"slurmgpu list of {N_LISTED:,} runs", times, LIMIT_LIST, f" x {PARSE}"))
         if cluster is not None:
             met.append(judge_files(Path(scratch) / "files"))
     return 0 if all(met) else 1
@@ -73,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 middle = statistics.median
 
 
-def time_commands(run: Run, n_rounds: int, has_slurm: bool) -> dict[str, list[float]]:
+def time_commands(run: Run, listed: Path, n_rounds: int, has_slurm: bool) -> dict[str, list[float]]:
     """Seconds of each command in each round; the round before the first, which fills caches, does not count."""
     python, slurmgpu = sys.executable, str(Path(sys.executable).with_name("slurmgpu"))
     commands = {
@@ -81,6 +88,8 @@ def time_commands(run: Run, n_rounds: int, has_slurm: bool) -> dict[str, list[fl
         BASELINE: [python, "-c", BASELINE],
         "slurmgpu --help": [slurmgpu, "--help"],
         "slurmgpu status": [slurmgpu, "status", str(run.folder)],
+        PARSE: [python, "-c", PARSING, str(listed)],
+        "slurmgpu list": [slurmgpu, "list", str(listed), "--json"],
     }
     if has_slurm:
         commands["squeue"] = ["squeue", "--noheader", "--format", "%i|%T|%r|%E"]
@@ -120,6 +129,25 @@ def run_at_work(folder: Path, cluster: Cluster | None) -> Run:
     line: Any = {"submission": 1, "state": "queued" if jobs else "running", **jobs}
     run.record_submission(line)
     return run
+
+
+PARSING = """
+import json, pathlib, sys
+for folder in pathlib.Path(sys.argv[1]).iterdir():
+    for name in ("run.json", "report.json"):
+        json.loads((folder / name).read_bytes())
+    list(map(json.loads, (folder / "submissions.jsonl").read_bytes().splitlines()))
+"""
+
+
+def ended_runs(folder: Path) -> Path:
+    """A folder of runs that have ended, all copies of one."""
+    run_file = write_project(folder.with_name("listed"), 2 * BATCH, USE, shard_items=BATCH)
+    command = [sys.executable, "-m", "slurmgpu", "submit", str(run_file), "--executor", "debug", "--gpus", "0"]
+    subprocess.run(command, check=True, capture_output=True)
+    for number in range(N_LISTED):
+        shutil.copytree(run_file.with_name("run"), folder / f"{number:04d}")
+    return folder
 
 
 def queued_jobs(cluster: Cluster) -> Mapping[str, str]:
