@@ -127,7 +127,7 @@ def _pack_sqlite(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
                     typed = zip(schema, zip(*rows, strict=True), strict=True)
                     groups.add(pa.table([_array(query, *each) for each in typed], schema=schema))
                 return columns, _finished(query, groups)
-    except (sqlite3.Error, sqlite3.Warning) as error:
+    except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:  # the last for the name of a column
         raise _failed(query, error) from error
 
 

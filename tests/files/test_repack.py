@@ -350,6 +350,7 @@ def test_the_rows_of_a_query_are_items_in_its_order(tmp_path: Path, kind: str) -
         ("sqlite:a.db?CREATE TABLE more AS SELECT id FROM docs ORDER BY id", "failed: attempt to write a readonly"),
         ("sqlite:a.db?CREATE TEMP TABLE more AS SELECT id FROM docs ORDER BY id", "is not a SELECT"),
         ("sqlite:a.db?SELECT score FROM docs ORDER BY id", "failed: Could not decode to UTF-8"),
+        ("sqlite:latin.db?SELECT * FROM docs ORDER BY id", "failed: 'utf-8' codec can't decode"),
         ("sqlite:text.db?SELECT score FROM docs ORDER BY id", "failed: file is not a database"),
         ("duckdb:text.db?SELECT score FROM docs ORDER BY id", "text.db failed: "),
         ("duckdb:a.duckdb?CREATE TABLE more AS SELECT 1 AS id ORDER BY id", "failed: .* in read-only mode"),
@@ -360,6 +361,7 @@ def test_a_query_that_cannot_be_an_input_is_refused(tmp_path: Path, named: str, 
     make_sqlite(tmp_path / "a.db", [(1, "a", 1, b""), (2, 5, None, b"")])
     with contextlib.closing(sqlite3.connect(tmp_path / "a.db")) as database, database:
         database.execute("UPDATE docs SET score = CAST(x'ff' AS TEXT)")
+    (tmp_path / "latin.db").write_bytes((tmp_path / "a.db").read_bytes().replace(b"raw", b"r\xe4w"))
     (tmp_path / "text.db").write_text("nothing but text, and long enough to be looked at" * 100)
     if "a.duckdb" in named:
         duckdb.connect(str(tmp_path / "a.duckdb")).close()
