@@ -197,12 +197,12 @@ class Worker:
                 taken_in = taken.taken_in or computer.take_in(reader.read(taken.spans))
                 computed = computer.compute(taken_in, taken.history)
             except Interrupted:
-                if self._is_joined(shard):
+                if self._left_to_its_holder(shard):
                     continue
                 self.report({"event": "left", "shard": shard})
                 log.info("shard %d: left%s", shard, ", with its progress kept" if self._resumes else "")
                 continue  # usually to the end; after a takeover to the next shard
-            if self._is_joined(shard):
+            if self._left_to_its_holder(shard):
                 continue
             if self.group.leads:
                 seconds = time.monotonic() - began
@@ -250,8 +250,8 @@ class Worker:
                 self._publisher.begin(one)
         return any(one.computed.is_sample for one in shards)
 
-    def _is_joined(self, shard: int) -> bool:
-        """Whether another task holds the shard and publishes it; an event then says what this task computed of it."""
+    def _left_to_its_holder(self, shard: int) -> bool:
+        """Leave a shard to the task that holds it, and tell what was computed of it; False if this task holds it."""
         if self._parts is None or self._shard == shard:
             return False
         self._claimer.idle_s += self._parts.waited_s
