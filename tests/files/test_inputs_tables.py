@@ -81,13 +81,17 @@ def test_damage_in_one_row_group_is_that_groups_items_errors(tmp_path: Path) -> 
 def test_a_row_group_that_cannot_be_read_at_the_moment_is_no_items_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(rows: ParquetRows, group: int) -> None:
+    def fail(*given: Any, **options: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
+    path = str(tmp_path / "a.parquet")
     write_parquet(tmp_path / "a.parquet", ROWS, 10)
     monkeypatch.setattr(ParquetRows, "load", fail)
-    with closing(ParquetRows(str(tmp_path / "a.parquet"))) as rows, pytest.raises(OSError, match="Input/output error"):
+    with closing(ParquetRows(path)) as rows, pytest.raises(OSError, match="Input/output error"):
         rows.read(0, 3)
+    monkeypatch.setattr(pq, "ParquetFile", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        ParquetRows(path)  # nor is it another kind of file
 
 
 FOOTERS = {

@@ -11,6 +11,7 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.plan.extension import OF_INPUT, extend
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
@@ -223,6 +224,21 @@ def test_whatever_is_in_the_fingerprint_keeps_a_run_from_being_extended(old):
         assert extend(with_nan, dataclasses.replace(plan, settings=settings), base).shards.keys() == {0, 1, 2, 3}
         with pytest.raises(SlurmGPUError, match=r"settings\.item_s is 1, and in that run it was not set"):
             extend(with_nan, dataclasses.replace(plan, settings={**settings, "item_s": 1}), base)
+
+
+def test_an_input_of_another_kind_or_one_that_was_waited_for_is_not_continued(old):
+    (old / "data" / "c.jsonl").write_text(lines(36, 45))
+    run = Run.open(old / "old" / "run")
+    with extending(old) as draft:
+        base, plan = draft.items.files[0].parent, draft.plan
+        first, *others = plan.input["files"]
+        for change, said in (
+            ({"format": "txt"}, "its input is jsonl, and the new one is txt"),
+            ({"columns": ["x"]}, "its input is jsonl, and the new one is jsonl with the columns x"),
+            ({"files": [{**first, "size_bytes": PROMISED}, *others]}, "did not exist yet"),
+        ):
+            with pytest.raises(SlurmGPUError, match=said):
+                extend(run, dataclasses.replace(plan, input={**plan.input, **change}), base)
 
 
 def test_a_column_that_another_field_fills_is_not_continued(old):
