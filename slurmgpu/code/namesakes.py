@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TypeVar
 
+from slurmgpu.code import imported_modules
 from slurmgpu.code.imported_modules import without_dots
 from slurmgpu.code.locator import archive_of, is_others, own_modules, search
 from slurmgpu.code.snapshots import SourceFile
@@ -17,6 +19,7 @@ from slurmgpu.util import process_wide
 from slurmgpu.util.shared_files import is_file
 
 _SCRIPTS = ("__main__", "__mp_main__")
+T = TypeVar("T")
 
 
 def refuse_other_modules(files: Iterable[SourceFile], needed: Iterable[str], folder: Path) -> None:
@@ -72,6 +75,21 @@ def namesakes_hidden(folder: Path) -> Iterator[None]:
                 for name in own_modules(sys.modules.keys() - before):
                     del sys.modules[name]
                 sys.modules.update(hidden)
+
+
+def importing_anew(folder: Path, make: Callable[[], T]) -> tuple[T, list[str]]:
+    """What `make` returns, and the modules of the user's that it needs, imported as their files in `folder` are now.
+
+    It is to be called where their namesakes are hidden.
+    """
+    imported_modules.forget_changed()
+    imported_modules.watch_imports()
+    before = set(sys.modules)
+    try:
+        made = make()
+    finally:  # also what a failed import leaves is to be imported again once its file has changed
+        names = imported_modules.note_imported(own_modules(sys.modules.keys() - before), folder)
+    return made, names
 
 
 def _has_other(folder: Path, top: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
+from slurmgpu.code.namesakes import importing_anew, namesakes_hidden
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.fields import with_kept
 from slurmgpu.loader.adapted import Adapted
@@ -51,8 +52,8 @@ def build_workload(
 def refuse_other_columns(plan: Plan) -> None:
     """SlurmGPUError if the class of a planned run has other columns now: no row of it would fit the run's files."""
     base = Path(plan.search_path)
-    with one_thread(), working_folder(base), at_planning(plan.workload):
-        workload = build(plan.workload, plan.settings, base)
+    with namesakes_hidden(base), working_folder(base), at_planning(plan.workload):
+        workload, _ = importing_anew(base, lambda: build(plan.workload, plan.settings, base))
     title = title_of(plan.workload, "workload")
     now = with_kept(check_columns(workload.columns, title), plan.keep)
     now, then = (json.loads(json.dumps(columns_to_json(each))) for each in (now, columns_from_json(plan.columns)))

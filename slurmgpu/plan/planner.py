@@ -7,7 +7,6 @@ import functools
 import os
 import platform
 import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu import __version__
-from slurmgpu.code import imported_modules, snapshots
+from slurmgpu.code import snapshots
 from slurmgpu.code.capture import git_state, snapshot_of, version_of
-from slurmgpu.code.locator import own_modules
-from slurmgpu.code.namesakes import namesakes_hidden
+from slurmgpu.code.namesakes import importing_anew, namesakes_hidden
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.containers.settings import Container
 from slurmgpu.errors import SlurmGPUError
@@ -121,11 +119,9 @@ def draft_run(
     asked = _Asked(source, config, written, overrides or {}, target, tasks, extends, is_look=look is not None)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
         with namesakes_hidden(folder):
-            imported_modules.forget_changed()
-            imported_modules.watch_imports()
-            before = set(sys.modules)
-            full_name, settings, workload = build_workload(config, folder, overrides)
-            imported = imported_modules.note_imported(own_modules(sys.modules.keys() - before), folder)
+            (full_name, settings, workload), imported = importing_anew(
+                folder, lambda: build_workload(config, folder, overrides)
+            )
             built = _built(asked, full_name, settings, workload)
             _refuse_incomplete(workload, after)
             request = ItemRequest(

@@ -21,6 +21,7 @@ from slurmgpu.code.namesakes import refuse_other_modules
 from slurmgpu.code.snapshots import tree_digest
 from slurmgpu.code.versions import in_words, makers_of, rows_by_code, stretches_of, within
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.operations.resubmit import Request, foresee
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run
 from tests.support.runs import kill_workers, let_go, report, start, wait_until, wait_until_held
@@ -391,6 +392,20 @@ def test_columns_that_have_changed_are_refused_before_anything_is_queued(signed,
     (folder / "signed.py").write_text(WORKLOAD)
     slurmgpu("resubmit", "run", "--failed", cwd=folder, expect=0)
     assert values(folder) == [0, 2, 1, 4, 2, 6, 3, 8]
+
+
+def test_a_process_that_has_imported_the_class_compares_the_columns_that_it_has_now(signed, slurmgpu):
+    folder = signed("debug")
+    halves = WORKLOAD.replace("SIGN * (1 + item.index)", "item.index / 2")
+    (folder / "signed.py").write_text(halves)
+    slurmgpu("submit", cwd=folder, expect=0)
+    run, again = Run.open(folder / "run"), Request({}, failed=True)
+    for whole in (WORKLOAD, halves.replace("/ 2", "// 2")):
+        (folder / "signed.py").write_text(whole)
+        assert foresee(run, again, force=False).again.n_items == 4
+        (folder / "signed.py").write_text(halves.replace('Array("int64")', 'Array("float64")'))
+        with pytest.raises(SlurmGPUError, match="'x' was array of int64 and is array of float64"):
+            foresee(run, again, force=False)
 
 
 def test_a_module_named_by_a_setting_or_imported_by_a_made_up_name_is_in_it(signed):
