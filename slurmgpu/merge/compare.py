@@ -143,7 +143,7 @@ def compare(
         found = Comparison(Side(str(a)), Side(str(b)), key, tolerance)
         names = _common(found, one, other, columns)
         found.columns = {name: ColumnDifference() for name in names}
-        found.paired = tests_of(one.columns, other.columns)
+        found.paired = tests_of(names, one.columns, other.columns)
         found.dtypes = {name: (one.columns[name].dtype, other.columns[name].dtype) for name in names if name != "error"}
         pairs = _by_index(one, other) if key is None else _by_key(found, one, other, key)
         for name_of_pair, row, its in pairs:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import log
 
 import numpy as np
 
 from slurmgpu.results.published import Row
-from slurmgpu.shards.columns import Array, Column
+from slurmgpu.shards.columns import Array, Column, Text
 
 LABEL, TRUTH = "label", "truth"
 """The columns of classify: a row is right if both are equal."""
@@ -45,10 +45,11 @@ class PairedTest:
         self.n_only_b += theirs and not ours
 
 
-def tests_of(columns: Mapping[str, Column], others: Mapping[str, Column]) -> dict[str, PairedTest]:
-    """A test for each column that says in both runs whether a row is right."""
-    both = [name for name in columns if name in others]
-    return {name: PairedTest() for name in both if all(_tells(name, each) for each in (columns, others))}
+def tests_of(
+    names: Iterable[str], columns: Mapping[str, Column], others: Mapping[str, Column]
+) -> dict[str, PairedTest]:
+    """A test for each of these columns that says in both runs whether a row is right."""
+    return {name: PairedTest() for name in names if all(_tells(name, each) for each in (columns, others))}
 
 
 def sign_test(n_one: int, n_other: int) -> float:
@@ -60,9 +61,11 @@ def sign_test(n_one: int, n_other: int) -> float:
 
 
 def _tells(name: str, columns: Mapping[str, Column]) -> bool:
-    column = columns[name]
+    column = columns.get(name)
+    if name == LABEL:  # others' columns of these names may hold anything
+        return all(type(each) is Text for each in (column, columns.get(TRUTH)))
     is_flag = isinstance(column, Array) and column.dtype == bool and not column.shape
-    return (name == LABEL and TRUTH in columns) or (is_flag and name.rpartition("_")[2] == RIGHT)
+    return is_flag and name.rpartition("_")[2] == RIGHT
 
 
 def _is_right(name: str, row: Row, truth: str | None) -> bool:

@@ -370,6 +370,22 @@ def test_of_two_classifications_is_told_which_is_right_more_often(slurmgpu, tmp_
     told = slurmgpu("compare", one, other, expect=1).stdout
     assert "label: 4 right in A alone, 3 in B alone, of 11 items; p = 1 (exact McNemar test)" in told
     assert package.compare(one, one).paired["label"].p_value == 1.0
+    assert package.compare(one, other, columns=["vote_correct"]).paired.keys() == {"vote_correct"}
+
+
+@pytest.mark.parametrize("column", [Array("int64", (2,)), Array("int64"), Json()])
+def test_a_label_and_a_truth_that_are_no_texts_are_only_columns(tmp_path, column):
+    runs = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        rows = [
+            {"label": value, "truth": value} for value in ([0, 1] if column == Array("int64") else [[0, 1], [1, 0]])
+        ]
+        run = published_run(tmp_path / name / "run", {"label": column, "truth": column}, rows, [0], shard_items=2)
+        merge(run)
+        runs.append(run.folder)
+    found = package.compare(*runs)
+    assert (found.equal, found.paired) == (True, {})
 
 
 @pytest.mark.parametrize(
