@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 from slurmgpu.run.submissions import Submission, seconds_of
 from slurmgpu.slurm.commands import array_limits
 from slurmgpu.slurm.facts import Facts, Row
-from slurmgpu.slurm.nodes import are_given_whole, cpus_of, empty_partitions, gpus_of_nodes, partitions_of
+from slurmgpu.slurm.nodes import (
+    are_given_whole,
+    cpus_of,
+    empty_partitions,
+    gpus_of_nodes,
+    partitions_of,
+    threads_of_a_core,
+)
 from slurmgpu.util.amounts import count_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
@@ -225,7 +232,7 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
     if are_given_whole(asked, partition):
         yield _of_nodes(asked, name, n_nodes, "each is given whole nodes")
     elif "MEMORY" in facts.config.get("SelectTypeParameters", "") and not asked.sbatch_options.keys() & MEMORY_OPTIONS:
-        default = _default_memory(asked, partition, facts.config)
+        default = _default_memory(asked, partition, facts)
         if default is None:
             yield _of_nodes(asked, name, n_nodes, "each gets all memory of its node, as no mem is asked for")
         else:
@@ -259,18 +266,21 @@ def _of_nodes(asked: Submission, partition: str, n_nodes: int, why: str) -> Limi
     return Limit(f"nodes of partition {partition}", str(n_nodes), f"{wanted} at once", then)
 
 
-def _default_memory(asked: Submission, partition: Row, config: Mapping[str, str]) -> tuple[str, int] | None:
-    """Slurm's setting by which a task gets memory if it asks for none, and the MB; None if it gets all of its nodes."""
-    n_gpus = asked.whole_gpus_per_task
+def _default_memory(asked: Submission, partition: Row, facts: Facts) -> tuple[str, int] | None:
+    """Slurm's setting by which a task that asks for no memory gets some, and the MB on a node; None if it gets all."""
+    config, n_gpus = facts.config, asked.whole_gpus_per_task // asked.nodes_per_task
     defaults = [dict(re.findall(r"(\w+)=(\d+)", row.get("JobDefaults", ""))) for row in (partition, config)]
     for given in defaults if n_gpus else ():
         if "DefMemPerGPU" in given:
             return "DefMemPerGPU", int(given["DefMemPerGPU"]) * n_gpus
     per_gpu = next((int(given["DefCpuPerGPU"]) for given in defaults if "DefCpuPerGPU" in given), 0)
-    n_cpus = cpus_of(asked) or per_gpu * n_gpus or 1
+    n_cpus = (cpus_of(asked) or per_gpu * n_gpus or 1) * asked.tasks_per_node
+    if "CR_CORE" in config["SelectTypeParameters"]:  # jobs get whole cores, and memory for each thread
+        n_threads = threads_of_a_core(asked, facts, partition["PartitionName"])
+        n_cpus = math.ceil(n_cpus / n_threads) * n_threads
     for row in (partition, config):
         if (per_cpu := row.get("DefMemPerCPU", "")).isdecimal():
-            return "DefMemPerCPU", int(per_cpu) * n_cpus
+            return "DefMemPerCPU", int(per_cpu) * n_cpus // asked.tasks_per_node
         if (per_node := row.get("DefMemPerNode", "")).isdecimal():
             return "DefMemPerNode", int(per_node) // asked.tasks_per_node
     return None

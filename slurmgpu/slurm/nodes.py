@@ -39,17 +39,27 @@ def _tasks_of_node(submission: Submission, node: Node) -> int:
 
 
 def cpus_of(submission: Submission) -> int:
-    """The CPUs that each task asks for; 0 if it names none."""
+    """The CPUs that each task asks for on a node; 0 if it names none."""
     options = submission.slurm
     per_gpu = _number(options.get("cpus_per_gpu"))
-    return _number(options.get("cpus_per_task")) or per_gpu * submission.gpus_per_task
+    return _number(options.get("cpus_per_task")) or per_gpu * submission.gpus_per_task // submission.nodes_per_task
+
+
+def threads_of_a_core(submission: Submission, facts: Facts, partition: str) -> int:
+    """How many CPUs of a core tasks count; the least of a partition's nodes."""
+    return min((_threads(submission.slurm, node) for node in facts.nodes.get(partition, ())), default=1)
 
 
 def _usable_cpus(options: Mapping[str, object], node: Node) -> int:
-    """The CPUs of a node that tasks count: one of a core, where they ask for no second thread."""
+    """The CPUs of a node that tasks count."""
+    return node.cpus * _threads(options, node) // node.cpus_per_core
+
+
+def _threads(options: Mapping[str, object], node: Node) -> int:
+    """The CPUs of a core that tasks count: one, where they ask for no second thread."""
     is_alone = options.get("hint") in ("nomultithread", "compute_bound")
     n_threads = 1 if is_alone else _number(options.get("threads_per_core")) or node.cpus_per_core
-    return node.cpus * min(n_threads, node.cpus_per_core) // node.cpus_per_core
+    return min(n_threads, node.cpus_per_core)
 
 
 def _number(option: object) -> int:

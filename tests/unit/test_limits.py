@@ -592,3 +592,24 @@ def test_the_memory_of_tasks_that_ask_for_none_is_told(given, partition, config,
     known = cluster_of(partition=PARTITION | partition, SelectTypeParameters="CR_CORE_MEMORY", **config)
     found = {limit.limit: limit.value for limit in limits_of(submission(**given), known)[0] if "memory" in limit.limit}
     assert found == ({} if value is None else {f"memory of a task in partition gpu ({value[0]})": value[1]})
+
+
+THREADS = {"size": (64, 256_000, 2), "DefMemPerCPU": "100"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "value"),
+    [
+        (submission(), THREADS, "200 MB"),
+        (submission(cpus_per_task=3), THREADS, "400 MB"),
+        (submission(cpus_per_task=3, hint="nomultithread"), THREADS, "300 MB"),
+        (submission(cpus_per_task=3), THREADS | {"SelectTypeParameters": "CR_CPU_MEMORY"}, "300 MB"),
+        (replace(submission(), tasks_per_node=4), THREADS, "100 MB"),
+        (replace(submission(gpus=4), nodes_per_task=2), {"JobDefaults": "DefMemPerGPU=7"}, "14 MB"),
+        (replace(submission(gpus=4, cpus_per_gpu=2), nodes_per_task=2), {"DefMemPerCPU": "100"}, "400 MB"),
+    ],
+)
+def test_the_memory_of_a_task_is_that_of_whole_cores_on_one_node(asked, known, value):
+    """Slurm 22.05 was seen to give 1000 MB to a job of one CPU by DefMemPerCPU=500 and ThreadsPerCore=2."""
+    found, _ = limits_of(asked, cluster_of(**{"SelectTypeParameters": "CR_CORE_MEMORY"} | known))
+    assert [limit.value for limit in found if "memory of a task" in limit.limit] == [value]
