@@ -171,16 +171,19 @@ def test_the_next_submission_keeps_what_the_last_one_had_unless_something_else_i
     last |= {"merge": {"mem": "4G"}, "container": {"image": "/a.sif"}, "code": {"digest": "d"}, "inject": ["error@3"]}
     last["resources"] = {**last["resources"], "executor": "local", "gpus": 0}
     monkeypatch.setattr(Run, "last_submission", lambda run: last)
-    learn = lambda run, last, options, given: (options, [*last["exclude"], "gpu2"], [f"learnt with {given}"])  # noqa: E731
+
+    def learn(run, last, options, given, n_tasks):
+        return options, [*last["exclude"], "gpu2"], [f"learnt with {given} for {n_tasks}"]
+
     monkeypatch.setattr(resubmission, "executor_named", lambda name: SimpleNamespace(learn=learn, queues=False))
     found, notes = resubmission.next_submission(run, round=2)
     assert (found.slurm, found.merge, found.exclude) == (last["slurm"], last["merge"], ("gpu1", "gpu2"))
     assert (found.container, found.code, found.inject) == (last["container"], last["code"], ("error@3",))
-    assert (found.submission, found.round, notes) == (2, 2, ["learnt with {}"])
-    found, notes = resubmission.next_submission(run, {}, {"mem": "2G"}, {"time": "10"}, n_again=1)
+    assert (found.submission, found.round, notes) == (2, 2, ["learnt with {} for 1"])
+    found, notes = resubmission.next_submission(run, {"tasks": 2}, {"mem": "2G"}, {"time": "10"}, n_again=2)
     assert (found.slurm, found.merge) == ({"qos": "long", "mem": "2G"}, {"mem": "4G", "time": "10"})
     assert found.inject == ()  # failed items must not fail for the same reason
-    assert notes == ["learnt with {'mem': '2G'}"]
+    assert notes == ["learnt with {'mem': '2G'} for 2"]
     assert resubmission.next_submission(run, {"executor": "debug"})[0].inject == ()
 
 
