@@ -32,9 +32,8 @@ LONGEST_S = 10.0
 """… but at least so often that `status` does not take the attempt for dead."""
 END_PATIENCE_S = 10.0
 """How long an attempt tries to write its end: Slurm's KillWait is 30 s by default."""
-PROGRESS_LENGTH = 200
-LINE_LENGTH = 500
-"""A workload's progress text is cut at this many characters."""
+PROGRESS_LENGTH, LINE_LENGTH = 200, 500
+"""A workload's progress text, and the line on the last failed item, are cut at this many characters."""
 STEP_S = 1.0
 """A clock that moves more than this against the monotonic clock was set; slewing moves it less between two looks."""
 

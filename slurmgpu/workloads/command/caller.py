@@ -53,9 +53,8 @@ class Caller:
     """Calls `program`, which has the arguments of `line`, for one item or for a slice of the input.
 
     `match` is the field by which rows are matched with items, None for their index, or for their order if the output
-    `is_ordered`. A call takes at most `timeout_s`
-    seconds. A program that `resumes` is told to end when its task is `stopping`. `guard` removes the files of a call
-    that dies with this process.
+    `is_ordered`. A call takes at most `timeout_s` seconds. A program that `resumes` is told to end when its task is
+    `stopping`. `guard` removes the files of a call that dies with this process.
     """
 
     program: SubmittedProgram
