@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 8
 """How many workers may die in a row, without a shard published or an item quarantined, before the task gives up."""
 MAX_DEATHS_LOADING = 3
+MAX_PARKED = 8
+"""How many shards may be left for more memory in a row, without one published, before the task gives up."""
 
 
 class Deaths:
@@ -33,7 +35,7 @@ class Deaths:
         self._ahead: tuple[int, int] | None = None
         self._broken: str | None = None
         self._is_sure = False
-        self._n_in_a_row = 0
+        self._n_in_a_row = self._n_parked_in_a_row = 0
 
     def begin_call(
         self, shard: int, items: Sequence[int], is_isolated: bool, ahead: tuple[int, int] | None = None
@@ -52,8 +54,8 @@ class Deaths:
             self._broken, self._is_sure = message, is_sure
 
     def forget(self) -> None:
-        """Forget deaths in a row: a shard was published, or an item has progressed."""
-        self._n_in_a_row = 0
+        """Forget deaths and parked shards in a row: a shard was published, or an item has progressed."""
+        self._n_in_a_row = self._n_parked_in_a_row = 0
 
     def forget_in_flight(self) -> None:
         """Forget deaths with the items in flight: their progress is kept, so what comes next did not cause them."""
@@ -85,6 +87,8 @@ class Deaths:
         self._n_in_a_row += 1
         self._in_flight = self._ahead = self._broken = None
         self._is_sure = False
+        if self._n_parked_in_a_row >= MAX_PARKED:
+            return death, f"{message}; {self._n_parked_in_a_row} shards in a row were left for more memory"
         if self._n_in_a_row < limit:
             return death, None
         return death, f"{message}; {self._n_in_a_row} workers died one after another"
@@ -100,7 +104,7 @@ class Deaths:
         )
         self._suspect_ahead(weight, shard, history)
         if blamed is not None:
-            self.forget()
+            self._n_in_a_row = 0
             if POLICIES[kind].more_memory and history.parked_by is None:
                 # More memory may help: the shard is left for a submission that has it.
                 del history.quarantined[blamed]
@@ -111,6 +115,7 @@ class Deaths:
                     log.warning("shard %d cannot be parked: %s", shard, error)
                 log.error("shard %d is left for a submission with more memory: item %d", shard, blamed)
                 self.parked.append(f"item {blamed} needs more host memory; its shard {shard} was left")
+                self._n_parked_in_a_row += 1
             else:
                 log.error("item %d is quarantined: %s: %s", blamed, kind, message)
         write_history(self._run.claims.folder, shard, history)

@@ -14,7 +14,7 @@ from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.records import Attempt
 from slurmgpu.shards.columns import Array
 from slurmgpu.task import crash_tracking
-from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
+from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, MAX_PARKED, Deaths
 from slurmgpu.task.supervisor import Task
 from slurmgpu.util import cgroups
 from slurmgpu.worker.call_failures import Failure
@@ -133,6 +133,23 @@ def test_an_item_that_needs_more_host_memory_leaves_its_shard_to_a_submission_th
             deaths = Deaths(run, 2)
     assert list(read_history(claims.folder, 0).quarantined) == [5]
     assert deaths.parked == []
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+def test_a_task_ends_when_all_shards_need_more_host_memory(run, publishes):
+    """Each of them costs three or four loadings of a model, and a run may have thousands."""
+    deaths, whys = Deaths(run, 1), []
+    for shard in range(MAX_PARKED):
+        assert run.claims.take(shard, ME)
+        if publishes and shard == MAX_PARKED - 1:
+            deaths.forget()
+        for is_isolated in (False, False, True):
+            deaths.begin_call(shard, [shard], is_isolated)
+            whys.append(deaths.add_death(-signal.SIGKILL, was_oom=True, held={shard: run.claims.read(shard)})[1])
+    assert len(deaths.parked) == MAX_PARKED
+    assert whys[:-1] == [None] * (len(whys) - 1)
+    assert (whys[-1] or "").endswith("" if publishes else f"; {MAX_PARKED} shards in a row were left for more memory")
+    assert (whys[-1] is None) is publishes
 
 
 @pytest.mark.parametrize("is_isolated", [False, True])
