@@ -492,7 +492,7 @@ def test_failed_items_are_told_by_class_as_they_happen(failing_run, capsys):
     assert failure_words(status) == "items: 1 crash, 3 item_error"
     assert status["last_failed"] == "item 1: item_error: no text"
     show_status(status)
-    told = "failed items: 1 crash, 3 item_error\nthe last of them: item 1: item_error: no text\n"
+    told = "failed items: 1 crash, 3 item_error\none of the last: item 1: item_error: no text\n"
     assert told in capsys.readouterr().out
 
 

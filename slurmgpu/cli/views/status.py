@@ -79,7 +79,7 @@ def _show_progress(console: Console, status: Status, tells_origin: bool) -> None
     if status["n_errors"]:
         result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
     if status["last_failed"]:
-        result(f"the last of them: {plain(status['last_failed'])}")
+        result(f"one of the last: {plain(status['last_failed'])}")
 
 
 def _show_unrecorded(status: Status) -> None:
