@@ -9,7 +9,7 @@ import pytest
 from slurmgpu.llm.heads.head import HeadInput
 from slurmgpu.llm.heads.inputs import HeadCodec
 from slurmgpu.llm.interface.engine import EngineOptions, Prompt, Request, Sampling
-from slurmgpu.llm.prompts.codec import Codec
+from slurmgpu.llm.prompts.codec import ANOTHER, OTHER, Codec
 from slurmgpu.llm.prompts.encoded import Encoded, Finished, PromptError
 from slurmgpu.llm.prompts.templates import Template
 from slurmgpu.llm.vllm_engine.engine import VllmEngine
@@ -188,6 +188,17 @@ def test_a_turn_that_the_template_leaves_out_is_an_error_of_its_item(tmp_path):
         made.render(Prompt(messages=({"role": "developer", "content": "be brief"}, *chat)))
     late = made.render(Prompt(messages=(*chat, {"role": "system", "content": "be"})))
     assert late[0].endswith("2be")
+    assert made.render(Prompt(messages=(*chat[:3], {"role": "user", "content": OTHER})))[0].endswith(OTHER)
+
+
+@pytest.mark.parametrize("result", ["5", OTHER, ANOTHER])
+def test_a_short_turn_that_is_left_out_is_not_taken_for_another_with_its_text(tmp_path, result):
+    made, _ = codec(
+        tmp_path, template="{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    )
+    turns = [("user", f"5 or {result}?"), ("assistant", "2+3"), ("tool", result), ("user", "go on")]
+    with pytest.raises(PromptError, match="leaves out a turn of the role 'tool'"):
+        made.render(Prompt(messages=tuple({"role": role, "content": text} for role, text in turns)))
 
 
 def test_a_template_without_system_messages_is_told_of_once(tmp_path, caplog):

@@ -29,8 +29,10 @@ HIDDEN = (
     "the answer cannot be continued after {!r}: the model generated {!r} there, which the answer's text does not show. "
     "Reasoning is recognised between <think> and </think>, and in harmony's channels"
 )
-OTHER = "something else"
-"""The content of a turn in place of its own, to see whether a chat template shows it."""
+OTHER, ANOTHER = "something else", "and another thing"
+"""The content of a turn in place of its own, to see whether a chat template shows it; the second in place of OTHER."""
+TELLING = 24
+"""A content of so many characters that is in a chat template's text is usually that of its turn."""
 SHOWN = 20
 """Characters of an answer that an error shows."""
 
@@ -235,9 +237,11 @@ class Codec:
         self, message: Mapping[str, Any], text: str, messages: Sequence[Mapping[str, Any]], end: Mapping[str, bool]
     ) -> bool:
         """Whether the template's text for messages would be the same with another content of this one."""
-        if message["content"].strip() in text:
-            return False  # usually; a template may also encode it, or leave reasoning out
-        others = [{**each, "content": OTHER} if each is message else each for each in messages]
+        content = message["content"].strip()
+        if not content or (len(content) >= TELLING and content in text):
+            return False  # else a template may encode it, or leave reasoning out, and a short one may be another turn's
+        other = ANOTHER if content == OTHER else OTHER
+        others = [{**each, "content": other} if each is message else each for each in messages]
         with contextlib.suppress(Exception):  # of a template that takes no such content, and so looks at it
             return self._as_written(others, end) == text
         return False
