@@ -55,6 +55,8 @@ def tests_of(
 def sign_test(n_one: int, n_other: int) -> float:
     """The two-sided probability of counts at least as uneven, if each of their items falls on either side equally."""
     n, fewer = n_one + n_other, min(n_one, n_other)
+    if n - 2 * fewer <= 1:
+        return 1.0  # which a sum of logarithms may miss by a rounding
     place = np.arange(1, fewer + 1)
     logs = np.concatenate([[0.0], np.cumsum(np.log((n + 1 - place) / place))])  # of the binomial coefficients
     return min(1.0, 2 * float(np.exp(logs - n * log(2)).sum()))
