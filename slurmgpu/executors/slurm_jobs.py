@@ -140,6 +140,10 @@ def _queue(run: Run, job: str, submit_jobs: Any, array: Submission | None = None
         remedy = _let_back_in(array.exclude) if array else ""
         if array and array.tasks_per_node > 1 and "node configuration" in said:
             remedy += f"{array.tasks_per_node} tasks share a job: --tasks-per-node says how many. "
+        if array and "node configuration" in said:
+            remedy += "The same command with --dry-run says what nodes have. "
+        if "invalid partition" in said:
+            remedy += "`sinfo -s` lists the partitions. "
         if "SubmitJob" in said:  # QOSMaxSubmitJobPerUserLimit, AssocGrpSubmitJobsLimit …
             remedy += "Your other jobs in the queue count as well: wait until they end, or submit fewer tasks. "
         if "Invalid generic resource" in said:

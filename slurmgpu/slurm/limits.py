@@ -18,9 +18,12 @@ from slurmgpu.slurm.facts import Facts, Row
 from slurmgpu.slurm.nodes import (
     are_given_whole,
     cpus_of,
+    cpus_per_node,
     empty_partitions,
     gpus_of_nodes,
+    memory_per_node,
     partitions_of,
+    sizes_of_nodes,
     threads_of_a_core,
 )
 from slurmgpu.util.amounts import count_of
@@ -238,12 +241,27 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
         else:
             setting, megabytes = default
             yield Limit(f"memory of a task in partition {name} ({setting})", f"{megabytes:,} MB", "no mem", "")
+    yield from _of_size(asked, facts, name)
     if not asked.whole_gpus_per_task:
         return
     lacks = f"no node has {per_node}" if counts else "it has no nodes"
     then = f"{REFUSED}: {lacks}" if per_node > most else ""
     yield Limit(f"{what} of a node of partition {name}", str(most), str(per_node), then)
     yield _at_once(asked, f"{what} of partition {name}", sum(counts), "Resources")
+
+
+def _of_size(asked: Submission, facts: Facts, partition: str) -> Iterator[Limit]:
+    """The CPUs and the memory that a job asks for on each node; sbatch refuses too much, and does not say of what."""
+    sizes = sizes_of_nodes(asked, facts, partition)
+    cpus, megabytes = cpus_per_node(asked), math.ceil(memory_per_node(asked))
+    if cpus and sizes:
+        most = max(n for n, _ in sizes)
+        then = f"{REFUSED}: no node has {cpus}" if cpus > most else ""
+        yield Limit(f"CPUs of a node of partition {partition}", str(most), str(cpus), then)
+    if megabytes and sizes:
+        most = max(n for _, n in sizes)
+        then = f"{REFUSED}: no node has so much" if megabytes > most else ""
+        yield Limit(f"memory of a node of partition {partition}", f"{most:,} MB", f"{megabytes:,} MB", then)
 
 
 def _of_partitions(of_each: Sequence[Sequence[Limit]], config: Mapping[str, str]) -> list[Limit]:

@@ -50,6 +50,26 @@ def threads_of_a_core(submission: Submission, facts: Facts, partition: str) -> i
     return min((_threads(submission.slurm, node) for node in facts.nodes.get(partition, ())), default=1)
 
 
+def cpus_per_node(submission: Submission) -> int:
+    """The CPUs that a job asks for on each of its nodes; 0 if it names none."""
+    return cpus_of(submission) * submission.tasks_per_node
+
+
+def memory_per_node(submission: Submission) -> float:
+    """The MB that a job asks for on each of its nodes; 0 if it names none, or all memory of the node."""
+    options = submission.sbatch_options
+    per_cpu, per_gpu = cpus_per_node(submission) or submission.tasks_per_node, submission.gpus_per_node
+    asked = (("mem", 1), ("mem_per_cpu", per_cpu), ("mem_per_gpu", per_gpu))
+    return next(((megabytes_of(str(options[name])) or 0) * n for name, n in asked if options.get(name)), 0.0)
+
+
+def sizes_of_nodes(submission: Submission, facts: Facts, partition: str) -> list[tuple[int, int]]:
+    """The CPUs that tasks count, and the MB, of each node of a partition that has the GPUs that are asked for."""
+    nodes, least = facts.nodes.get(partition, ()), submission.gpus_per_node
+    fitting = [node for node in nodes if _gpus_of(node, submission) >= least]
+    return [(_usable_cpus(submission.slurm, node), node.megabytes) for node in fitting]
+
+
 def _usable_cpus(options: Mapping[str, object], node: Node) -> int:
     """The CPUs of a node that tasks count."""
     return node.cpus * _threads(options, node) // node.cpus_per_core

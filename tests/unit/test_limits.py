@@ -590,7 +590,11 @@ def test_options_that_are_false_are_as_if_they_were_left_out():
 )
 def test_the_memory_of_tasks_that_ask_for_none_is_told(given, partition, config, value):
     known = cluster_of(partition=PARTITION | partition, SelectTypeParameters="CR_CORE_MEMORY", **config)
-    found = {limit.limit: limit.value for limit in limits_of(submission(**given), known)[0] if "memory" in limit.limit}
+    found = {
+        limit.limit: limit.value
+        for limit in limits_of(submission(**given), known)[0]
+        if "memory of a task" in limit.limit
+    }
     assert found == ({} if value is None else {f"memory of a task in partition gpu ({value[0]})": value[1]})
 
 
@@ -613,3 +617,36 @@ def test_the_memory_of_a_task_is_that_of_whole_cores_on_one_node(asked, known, v
     """Slurm 22.05 was seen to give 1000 MB to a job of one CPU by DefMemPerCPU=500 and ThreadsPerCore=2."""
     found, _ = limits_of(asked, cluster_of(**{"SelectTypeParameters": "CR_CORE_MEMORY"} | known))
     assert [limit.value for limit in found if "memory of a task" in limit.limit] == [value]
+
+
+CPUS, MEMORY = "CPUs of a node of partition gpu", "memory of a node of partition gpu"
+NO_MEMORY = "sbatch refuses it: no node has so much"
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "expected"),
+    [
+        ({}, {}, {}),
+        ({"mem": 0}, {}, {}),
+        ({"mem": "100G"}, {}, {MEMORY: ("100,000 MB", "102,400 MB", NO_MEMORY)}),
+        ({"mem": "1000"}, {}, {MEMORY: ("100,000 MB", "1,000 MB", "")}),
+        ({"mem": "40000"}, {"tasks_per_node": 3}, {MEMORY: ("100,000 MB", "120,000 MB", NO_MEMORY)}),
+        ({"mem_per_gpu": "30000", "gpus": 4}, {}, {MEMORY: ("100,000 MB", "120,000 MB", NO_MEMORY)}),
+        ({"mem_per_gpu": "30000", "gpus": 4}, {"nodes_per_task": 2}, {MEMORY: ("100,000 MB", "60,000 MB", "")}),
+        ({"mem_per_cpu": "100001"}, {}, {MEMORY: ("100,000 MB", "100,001 MB", NO_MEMORY)}),
+        ({"cpus_per_task": 64}, {}, {CPUS: ("64", "64", "")}),
+        ({"cpus_per_task": 65}, {}, {CPUS: ("64", "65", "sbatch refuses it: no node has 65")}),
+        ({"cpus_per_task": 48, "gpus": 2}, {"nodes_per_task": 2}, {CPUS: ("64", "48", "")}),
+        ({"cpus_per_gpu": 24, "gpus": 4}, {}, {CPUS: ("64", "96", "sbatch refuses it: no node has 96")}),
+        ({"cpus_per_gpu": 24, "gpus": 4}, {"nodes_per_task": 2}, {CPUS: ("64", "48", "")}),
+        ({"cpus_per_task": 8, "gpus": 8}, {}, {}),  # no node has the GPUs, which another line says
+    ],
+)
+def test_cpus_and_memory_that_no_node_has_are_told(given, shape, expected):
+    """The third node has more of both, and no GPU."""
+    known = cluster_of(size=(64, 100_000, 1))
+    known.nodes["gpu"].append(Node({}, 128, 900_000))
+    limits, _ = limits_of(replace(submission(**given), **shape), known)
+    assert {
+        each.limit: (each.value, each.asked, each.then) for each in limits if each.limit in (CPUS, MEMORY)
+    } == expected

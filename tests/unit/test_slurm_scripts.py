@@ -119,6 +119,20 @@ def test_who_asks_for_gpus_where_slurm_knows_none_is_told_how_to_leave_that_out(
         slurm_jobs.submit(planned_run(tmp_path / "run"), Submission(1, "slurm", "auto", 1, 1, 1), "")
 
 
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("Batch job submission failed: Requested node configuration is not available", "with --dry-run says what"),
+        ("invalid partition specified: gpuu", "`sinfo -s` lists the partitions"),
+    ],
+)
+def test_who_asks_for_what_the_cluster_lacks_is_told_where_to_look(pretending, tmp_path, said, advice):
+    pretending("srun", "exit 1")
+    pretending("sbatch", f"echo 'sbatch: error: {said}' >&2; exit 1")
+    with pytest.raises(SlurmGPUError, match=advice):
+        slurm_jobs.submit(planned_run(tmp_path / "run"), Submission(1, "slurm", "auto", 1, 1, 1), "")
+
+
 def test_a_step_has_the_variables_of_the_script_whatever_sbatch_exports(written):
     for script in written(slurm={"export": "NONE"}, merge={"export": "FOO=7"}).values():
         assert "--export=ALL" in step(script)
