@@ -12,6 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
+import numpy as np
+
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import ADVICE, Find, Format, Preview, Rows, refuse_doubled
 from slurmgpu.util.exceptions import described
@@ -134,6 +136,8 @@ class ParquetRows(Groups):
 class MergedRows:
     """The rows of an earlier run's merged.h5: `index`, its columns, and `error` where the item failed.
 
+    A failed item's columns are None, except for fields that the earlier run kept.
+
     Checksums are verified: all of them at once with `verify`, else each shard's when its first row is read.
     """
 
@@ -162,8 +166,15 @@ class MergedRows:
             self._merged.check_rows(start, stop)
         except SlurmGPUError as error:
             raise SlurmGPUError(f"{error} {_AFTERWARDS}") from error.__cause__ or error
-        errors, rows = self._merged.errors, self._merged.rows(start, stop)
-        return [row | {"error": errors[row["index"]]} if row["index"] in errors else row for row in rows]
+        from slurmgpu.results.views import without_value
+
+        rows, failed = self._merged.rows(start, stop), self._merged.failed[start:stop]
+        for name in self._merged.columns if failed.any() else ():
+            for place in np.flatnonzero(without_value(self._merged[name], failed, start, stop)):
+                rows[place][name] = None
+        for place in np.flatnonzero(failed):
+            rows[place]["error"] = self._merged.errors[rows[place]["index"]]
+        return list[Mapping[str, Any] | ItemError](rows)
 
 
 class Table(Rows, Protocol):

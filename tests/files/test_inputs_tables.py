@@ -184,7 +184,7 @@ def write_results(path: Path, start: int, stop: int, n_items: int | None = None)
         {"index": i, "score": i / 2, "vector": [i, -i], "text": f"täxt {i}", "lengths": list(range(i % 3))}
         for i in range(start, stop)
     ]
-    expected[1] |= {"score": None, "vector": [0, 0], "text": "", "lengths": [], "error": "too long"}
+    expected[1] |= {**dict.fromkeys(columns), "error": "too long"}
     return expected
 
 

@@ -978,7 +978,7 @@ def test_rows_that_failed_in_an_earlier_run_fail_in_the_next(project, slurmgpu):
     slurmgpu(*DEBUG, cwd=folder, expect=0)
     text = (folder / "slurmgpu.toml").read_text().partition("[settings]")[0].replace("items.jsonl", "run/merged.h5")
     text = text.replace("workloads.py:Rows", "next.py:Again").replace('"run"', '"next"')
-    (folder / "next.toml").write_text(text)
+    (folder / "next.toml").write_text(f'keep = ["shout"]\n{text}')
     (folder / "next.py").write_text(
         "from slurmgpu import Array\n\n\nclass Again:\n    columns = {'n': Array('int64')}\n    batch_size = 4\n\n"
         "    def __call__(self, items):\n        return [{'n': len(item.data['shout'])} for item in items]\n"
@@ -987,6 +987,7 @@ def test_rows_that_failed_in_an_earlier_run_fail_in_the_next(project, slurmgpu):
     with package.open(folder / "next" / "merged.h5") as merged:
         assert merged.errors == {3: "input_error: it is a failed row of an earlier run: item_error: not this one"}
         assert merged["n"][:].tolist() == [0 if i == 3 else len(f"item {i} of many") for i in range(8)]
+        assert [text is None for text in merged["shout"]] == [i == 3 for i in range(8)]
     assert "\nthe same input fails again: correct it, or recompute" in done.stdout
     assert "resubmit" not in done.stdout
 
