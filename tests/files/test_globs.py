@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import glob
 import os
@@ -19,20 +18,7 @@ from slurmgpu.inputs import find, list_files
 from slurmgpu.llm.models.source import named_in
 from slurmgpu.util.globs import matches
 from slurmgpu.workloads.tracin.planning import checkpoint_paths
-
-NOBODY = 65534
-
-
-@contextlib.contextmanager
-def as_a_user() -> Iterator[None]:
-    """Not as root, who may list every folder."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(before)
+from tests.support.unprivileged import unprivileged
 
 
 @pytest.fixture
@@ -53,28 +39,28 @@ def parts() -> Iterator[Path]:
 
 @pytest.mark.parametrize("pattern", ["parts/**/*.jsonl", "parts/*/x.jsonl", "**/x.jsonl", "parts/20*/*"])
 def test_a_glob_over_a_folder_that_may_not_be_listed_is_refused(parts: Path, pattern: str) -> None:
-    with as_a_user(), pytest.raises(SlurmGPUError) as raised:
+    with unprivileged(), pytest.raises(SlurmGPUError) as raised:
         find(pattern, parts)
     assert str(raised.value) == (
         f"Input {parts}/parts/2024 cannot be listed: Permission denied. Make it readable, or leave it out."
     )
-    with as_a_user():
+    with unprivileged():
         assert find("parts/2023/*.jsonl", parts) == [parts / "parts/2023/x.jsonl"]
 
 
 def test_so_are_globs_of_files_that_are_items_of_checkpoints_and_folders_of_models(parts: Path) -> None:
     said = "parts/2024.* cannot be listed: Permission denied"
-    with as_a_user(), pytest.raises(SlurmGPUError, match=said):
+    with unprivileged(), pytest.raises(SlurmGPUError, match=said):
         list_files("parts/*/*.jpg", parts)
-    with as_a_user(), pytest.raises(SlurmGPUError, match=said):
+    with unprivileged(), pytest.raises(SlurmGPUError, match=said):
         checkpoint_paths(f"{parts}/parts/*/*.pt")
-    with as_a_user(), pytest.raises(SlurmGPUError, match=said):
+    with unprivileged(), pytest.raises(SlurmGPUError, match=said):
         named_in(parts / "parts" / "2024", ["*.safetensors"])
 
 
 def test_modules_of_such_a_folder_are_told_to_be_missing_in_the_snapshot(parts: Path) -> None:
     (parts / "parts" / "2024").rename(parts / "parts" / "shut")
-    with as_a_user():
+    with unprivileged():
         tracer = Tracer(Scope(parts, None))
         tracer.code.add_below(["parts"])
     (parts / "parts" / "shut").rename(parts / "parts" / "2024")

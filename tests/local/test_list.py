@@ -1,6 +1,5 @@
 """`slurmgpu list`: the runs under a directory, whatever else lies there."""
 
-import contextlib
 import json
 import os
 import tempfile
@@ -13,6 +12,7 @@ from rich.console import Console
 from slurmgpu.cli.views import run_list
 from tests.support import pretend_runs
 from tests.support.pretend_runs import pretend_run, reported, write_merged_head
+from tests.support.unprivileged import unprivileged
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_passed_over_with_a_note():
         ended(folder / "run")
         for closed in ("a", "b"):
             (folder / closed).mkdir(mode=0)
-        with as_a_normal_user():
+        with unprivileged():
             value = run_list.list_runs(folder)
     assert [row["state"] for row in value["runs"]] == ["complete"]
     assert value["notes"] == ["2 folders could not be read: Permission denied"]
@@ -168,21 +168,9 @@ def test_a_colleagues_file_that_may_not_be_read_is_told_in_a_sentence(name):
         folder.chmod(0o755)
         closed = ended(folder / "run").folder / name
         closed.chmod(0)
-        with as_a_normal_user():
+        with unprivileged():
             [row] = run_list.list_runs(folder)["runs"]
     assert (row["state"], row["problem"]) == ("unreadable", f"{closed} cannot be read: Permission denied.")
-
-
-@contextlib.contextmanager
-def as_a_normal_user():
-    """Root may read everything; so where root runs the tests, somebody else looks."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(before)
 
 
 def test_a_folder_of_many_files_is_not_looked_through_to_the_end(folder, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ def unprivileged() -> Iterator[None]:
         yield
     finally:
         os.seteuid(0)
+        importlib.invalidate_caches()  # else Python's own folders that this user may not enter stay without modules
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What a test has changed in its process is found and put back, so that it fails in place of one that comes later."""
 
+import importlib.util
 import logging
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from tests.support import process_state
+from tests.support.unprivileged import unprivileged
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,12 @@ def test_what_a_test_has_set_in_pytorch_is_put_back():
     torch.set_grad_enabled(False)
     assert len(process_state.put_back(before)) == 2
     assert process_state.read() == before
+
+
+def test_what_another_user_could_not_import_root_can(tmp_path, monkeypatch):
+    """pytest's folders, and in some places Python's, are closed to others."""
+    (tmp_path / "of_root_alone.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with unprivileged():
+        assert (importlib.util.find_spec("of_root_alone") is None) is (os.geteuid() != os.getuid())
+    assert importlib.util.find_spec("of_root_alone") is not None
