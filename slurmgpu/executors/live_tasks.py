@@ -109,10 +109,14 @@ def forget_dead_tasks(run: Run) -> None:
     observer.forget([task for task in observer.look() if task.lives is False])
 
 
-def refuse_alive(run: Run, to_do: str, *, force: bool = False, waits: bool = True) -> bool:
+FORCE = "use --force"
+
+
+def refuse_alive(run: Run, to_do: str, *, force: bool = False, waits: bool = True, otherwise: str = FORCE) -> bool:
     """Raise a SlurmGPUError if something of the run is or may be alive; with `force` only warn, and return True.
 
-    `waits`: the end of what was cancelled is waited for first, up to ENDING_S.
+    `waits`: the end of what was cancelled is waited for first, up to ENDING_S. `otherwise` says what helps who knows
+    better.
     """
     try:
         what = alive(run)
@@ -120,12 +124,12 @@ def refuse_alive(run: Run, to_do: str, *, force: bool = False, waits: bool = Tru
             what = _once_cancelled(run, what)
     except NoAnswerError as error:
         if not force:
-            raise SlurmGPUError(f"{error} If you know that no task of {run.folder} is alive, use --force.") from error
+            raise SlurmGPUError(f"{error} If you know that no task of {run.folder} is alive, {otherwise}.") from error
         what = str(error)
     if what and not force:
         raise NothingToSubmitError(
             f"{run.folder} is still running: {what}. `slurmgpu status {run.typed}` shows it. Before you {to_do}, wait "
-            f"for its end, or `slurmgpu cancel {run.typed}`. If you know that it has ended, use --force."
+            f"for its end, or `slurmgpu cancel {run.typed}`. If you know that it has ended, {otherwise}."
         )
     if what:
         log.warning("--force: %s", what)

@@ -47,7 +47,7 @@ def check_room(folder: Path, kind: str) -> Run | None:
             f"{folder} was made less than {MAKING_S:.0f} s ago and is not submitted yet: another process may be "
             f"submitting it. Try again in a minute, or name another --run-dir."
         )
-    refuse_alive(run, f"{kind} again")
+    refuse_alive(run, f"{kind} again", otherwise="name another --run-dir")
     return run
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import live_tasks
 from slurmgpu.operations import replacement, submit
 from slurmgpu.operations.probe import draft_probe
 from slurmgpu.plan.items import Look
@@ -140,8 +141,8 @@ def test_a_look_takes_the_place_of_an_earlier_one_and_of_no_other_run(project, m
     with pytest.raises(SlurmGPUError, match="run-look already holds a run"):
         look("0:2", run_dir=second.folder)
     with monkeypatch.context() as patch:
-        patch.setattr(replacement, "refuse_alive", lambda run, what: refuse(f"at work before you {what}"))
-        with pytest.raises(SlurmGPUError, match="at work before you look again"):
+        patch.setattr(live_tasks, "alive", lambda run: "process 7 works on it")
+        with pytest.raises(SlurmGPUError, match=r"process 7 .* look again, .* has ended, name another --run-dir"):
             look("0:2")
     assert len(second.results()) == 3
     second.folder.rename(path.parent / "a-look")
