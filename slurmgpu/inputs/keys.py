@@ -11,7 +11,7 @@ import numpy as np
 
 from slurmgpu.errors import ItemError
 from slurmgpu.inputs.reader import Reader
-from slurmgpu.inputs.spec import PROMISED, InputSpec
+from slurmgpu.inputs.spec import InputSpec
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.json_values import json_value
 
@@ -31,7 +31,7 @@ def check_names(spec: InputSpec, index: Path, key: str) -> str | None:
 
     Reads the input once, and needs about 40 bytes of memory for each item.
     """
-    if any(file.size_bytes == PROMISED for file in spec.files):
+    if spec.is_promised:
         return None
     hashes = np.zeros(spec.n_items, np.int64)
     is_named = np.zeros(spec.n_items, bool)

@@ -67,6 +67,11 @@ class InputSpec:
         return hashlib.sha256("".join(f"{file.sha256}\n" for file in self.files).encode()).hexdigest()
 
     @property
+    def is_promised(self) -> bool:
+        """Whether another run, which this one waits for, writes a file of it, and may write it again."""
+        return any(file.size_bytes == PROMISED for file in self.files)
+
+    @property
     def are_rows(self) -> bool:
         """Whether the items are rows of the merged files of earlier runs."""
         return self.format == "h5"

@@ -15,6 +15,7 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.cli.views.dry_run import show_scripts
+from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.report.status import read_status
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run
@@ -990,6 +991,11 @@ def test_rows_that_failed_in_an_earlier_run_fail_in_the_next(project, slurmgpu):
         assert [text is None for text in merged["shout"]] == [i == 3 for i in range(8)]
     assert "\nthe same input fails again: correct it, or recompute" in done.stdout
     assert "resubmit" not in done.stdout
+    plan = json.loads((folder / "next" / "run.json").read_text())
+    plan["input"]["files"][0]["size_bytes"] = PROMISED
+    (folder / "next" / "run.json").write_text(json.dumps(plan))
+    told = slurmgpu("report", "next", cwd=folder, expect=0).stdout
+    assert f"the run that this one waited for (--after), and then: slurmgpu resubmit {folder}/next --failed" in told
 
 
 def test_text_in_brackets_and_colons_is_shown_as_it_is(project, slurmgpu):

@@ -24,6 +24,7 @@ from slurmgpu.cli.views.columns import (
 )
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
+from slurmgpu.inputs.spec import InputSpec
 from slurmgpu.loader.names import title_of
 from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, node_of, of_last_submission, outcome_of
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
@@ -131,10 +132,14 @@ def _show_next(report: Report) -> None:
         if same and not report["n_rows"]:
             result(OTHER_RUN)
     elif [*report["errors_by_class"]] == ["input_error"]:
-        result(
-            "\nthe same input fails again: correct it, or recompute the failed items of the earlier run that it comes "
-            "from, then submit a new run with another --run-dir"
-        )
+        if InputSpec.from_json(Run.open(Path(report["run_dir"])).input).is_promised:
+            how = f"recompute the failed items of the run that this one waited for (--after), and then: {again}"
+        else:
+            how = (
+                "correct it, or recompute the failed items of the earlier run that it comes from, then submit a new "
+                "run with another --run-dir"
+            )
+        result(f"\nthe same input fails again: {how}")
     elif report["n_errors"] == report["n_rows"] > 1 and report["errors"]:
         result(f"\nEvery item failed: slurmgpu logs {folder} --item {report['errors'][0]['index']} shows where.")
         result(f"after fixing the code, recompute them {by}: {again}")
