@@ -13,6 +13,7 @@ from slurmgpu.inputs.spec import InputSpec
 from slurmgpu.shards.columns import RESERVED_NAMES, Column, Json
 from slurmgpu.util.json_values import MOST_LEVELS, is_too_deep, json_value
 
+KEPT_BEFORE = " Rows have a field of the items they are for only if the earlier run's keep names it."
 _FIRST_ITEMS = 100
 """How many items to search for fields in an input without a header (JSONL)."""
 _STEP = 10
@@ -44,7 +45,7 @@ class InputFields:
             if known and name not in {*known, "error"}:
                 raise SlurmGPUError(
                     f"{whose} takes the field {name!r}, which {lacks}.{did_you_mean(name, known)}"
-                    f"{(advice or {}).get(name, '')}"
+                    f"{(advice or {}).get(name, '')}{KEPT_BEFORE if self.spec.are_rows else ''}"
                 )
 
     def refuse(self, unwanted: Collection[str], whose: str, advice: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,12 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) -> dict[str, Any]:
     """The settings to freeze: plain JSON, of the types that the workload's __init__ is annotated with."""
+    for name, value in settings.items():
+        if isinstance(value, date | time):
+            raise SlurmGPUError(
+                f"[settings] of {title_of(full_name, 'workload')}: {name} = {value.isoformat()} is a date or time of "
+                f'TOML; expected text. Put it in quotes: {name} = "{value.isoformat()}".'
+            )
     try:
         frozen: dict[str, Any] = json.loads(json.dumps(settings))
     except TypeError as error:

@@ -140,6 +140,15 @@ def test_a_field_that_no_item_has_is_refused(project, slurmgpu):
         assert "Did you mean 'id'?" in refused.stderr
 
 
+def test_who_lacks_a_field_of_an_earlier_runs_items_is_told_of_its_keep(project, slurmgpu):
+    folder = project(items=items(4))
+    slurmgpu(*DEBUG, cwd=folder, expect=0)
+    again = ("-s", '.input="run/merged.h5"', "-s", '.keep=["id"]', "--run-dir", "again")
+    refused = slurmgpu(*DEBUG, *again, cwd=folder, expect=2)
+    assert "keep takes the field 'id', which the input" in refused.stderr
+    assert "only if the earlier run's keep names it" in refused.stderr
+
+
 def test_a_refusal_names_the_input_that_was_given_and_no_file_that_was_made_of_it(project):
     folder = project(items=items(4), keep=["idd"])
     (folder / "items.jsonl.gz").write_bytes(gzip.compress((folder / "items.jsonl").read_bytes()))

@@ -1,5 +1,6 @@
 """What is refused before anything is queued, and what a plan depends on."""
 
+import datetime
 import json
 import os
 import re
@@ -371,6 +372,8 @@ def test_a_workload_that_cannot_be_found_is_refused_with_a_hint(project, use, sa
         ({"faults.x": False}, "A table is set as a whole: faults={x=false}."),
         ({"item_s": "long"}, "'item_s' should be a valid number; found 'long'"),
         ({"faults": 3}, "setting 'faults'"),
+        ({"faults": datetime.date(2026, 1, 2)}, 'Put it in quotes: faults = "2026-01-02".'),
+        ({"faults": datetime.time(1, 2)}, 'Put it in quotes: faults = "01:02:00".'),
     ],
 )
 def test_wrong_settings_name_the_workload_and_the_setting(project, settings, said):
