@@ -43,6 +43,15 @@ def has_ended(child: int) -> bool:
         return True
 
 
+def has_failed(child: int) -> bool:
+    """Whether a child of this process has ended by a signal, or with another exit code than 0; it is not reaped."""
+    try:
+        found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return found is not None and found.si_status != 0
+
+
 def is_alone_in_group(leader: int) -> bool:
     """Whether no other process of the process group that this one leads is alive."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())

@@ -663,6 +663,20 @@ def test_a_program_that_resumes_may_hear_of_the_end_before_its_task_does(tmp_pat
     assert "the program was told to end, and left no row: " in caplog.text
 
 
+def test_a_finished_program_that_resumes_keeps_its_row_whatever_it_has_started(tmp_path, monkeypatch):
+    """A monitor that it leaves behind is not waited for, until the task is killed with the row."""
+    monkeypatch.chdir(tmp_path)
+    script = '(sleep 20; touch waited) & echo "{\\"n\\": $1}"'
+    command = Command(
+        run=["sh", "-c", script.replace("{", "{{").replace("}", "}}"), "sh", "{text}"],
+        columns={"n": "int32"},
+        resumes=True,
+    )
+    command.load(TaskContext("cpu", 0, tmp_path, stopping=lambda: True))
+    assert command([Item(0, {"text": "7"})]) == [{"n": 7}]
+    assert not Path("waited").exists()
+
+
 def test_exit_code_75_is_tried_again_later(one, score):
     [error] = one("import sys; print('busy', file=sys.stderr); raise SystemExit(75)")(items("a"))
     assert isinstance(error, Retry)

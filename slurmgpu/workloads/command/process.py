@@ -170,9 +170,11 @@ class Child:
                 raise TimeoutError
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
-        if self._leaves_time and not pids.is_alone_in_group(self._process.pid) and self._leaves_time():
-            # A shell ends at once by SIGTERM, and the program that it has started saves its progress.
-            while not pids.is_alone_in_group(self._process.pid):
+        pid = self._process.pid
+        if self._leaves_time and pids.has_failed(pid) and not pids.is_alone_in_group(pid) and self._leaves_time():
+            # A shell ends at once by SIGTERM, and the program that it has started saves its progress. Behind one that
+            # ends well may be a monitor, which would go on until the task is killed, with the row.
+            while not pids.is_alone_in_group(pid):
                 with contextlib.suppress(OutputError):
                     self.take(None)
                 time.sleep(LOOK_S)
@@ -219,7 +221,7 @@ class Child:
 
         `on_started` is called after START_S, or once the process has ended; an exception from it ends the process. The
         process gets SIGTERM once `shall_end` returns true. If processes that it has started outlive it, they are
-        waited for if `leaves_time` returns true, and else killed.
+        waited for if it has failed and `leaves_time` returns true, and else killed.
         """
         self._leaves_time = leaves_time
         begun = time.monotonic()
