@@ -94,9 +94,15 @@ def check(function: Callable[..., Any] | None, load: Callable[..., Any] | None, 
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
+        advice = ""
+        if loads:
+            advice = " Its second argument is what load returns; the function must accept it."
+        elif "missing" in str(error):
+            advice = (
+                " A second argument is what load returns: name a function that makes it, a model for instance, as load."
+            )
         raise SlurmGPUError(
-            f"{shown_name(function)} cannot be called as function({', '.join(arguments)}): {error}."
-            + (" Its second argument is what load returns; the function must accept it." if loads else "")
+            f"{shown_name(function)} cannot be called as function({', '.join(arguments)}): {error}.{advice}"
         ) from error
     except ValueError:
         pass  # some functions written in C have no signature

@@ -657,6 +657,13 @@ def test_the_type_of_a_column_is_the_one_that_users_write(text):
     assert type_of_column(columns_of({"x": text}, "test")["x"]) == text
 
 
+def test_who_forgets_load_is_told_of_it():
+    for function, is_told in ((lambda item, model: item, True), (lambda: None, False)):
+        with pytest.raises(SlurmGPUError, match=r"cannot be called as function\(item\)") as caught:
+            functions.check(function, None, loads=False)
+        assert ("as load." in str(caught.value)) is is_told
+
+
 def test_a_function_without_an_annotation_that_can_be_read_says_nothing():
     def function(item) -> "Unheard": ...  # noqa: F821
 
