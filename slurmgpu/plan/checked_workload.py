@@ -51,10 +51,19 @@ def build_workload(
 
 
 def refuse_other_columns(plan: Plan) -> None:
-    """SlurmGPUError if the class of a planned run has other columns now: no row of it would fit the run's files."""
+    """SlurmGPUError if the class of a planned run has other columns now: no row of it would fit the run's files.
+
+    They are not compared if this machine, from which the run need not have been submitted, lacks a module that the
+    run's image may have.
+    """
     base = Path(plan.search_path)
-    with namesakes_hidden(base), working_folder(base), at_planning(plan.workload):
-        workload, _ = importing_anew(base, lambda: build(plan.workload, plan.settings, base))
+    try:
+        with namesakes_hidden(base), working_folder(base), at_planning(plan.workload):
+            workload, _ = importing_anew(base, lambda: build(plan.workload, plan.settings, base))
+    except SlurmGPUError as error:
+        if plan.container is not None and isinstance(error.__cause__, ModuleNotFoundError):
+            return
+        raise
     title = title_of(plan.workload, "workload")
     now = with_kept(check_columns(workload.columns, title), plan.keep)
     now, then = (json.loads(json.dumps(columns_to_json(each))) for each in (now, columns_from_json(plan.columns)))

@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 import zipfile
+from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from slurmgpu.code.snapshots import tree_digest
 from slurmgpu.code.versions import in_words, makers_of, rows_by_code, stretches_of, within
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.operations.resubmit import Request, foresee
+from slurmgpu.plan.checked_workload import refuse_other_columns
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run
 from tests.support.runs import kill_workers, let_go, report, start, wait_until, wait_until_held
@@ -406,6 +408,16 @@ def test_a_process_that_has_imported_the_class_compares_the_columns_that_it_has_
         (folder / "signed.py").write_text(halves.replace('Array("int64")', 'Array("float64")'))
         with pytest.raises(SlurmGPUError, match="'x' was array of int64 and is array of float64"):
             foresee(run, again, force=False)
+
+
+def test_columns_are_not_compared_where_only_the_image_has_a_module(signed, slurmgpu):
+    folder = signed("debug")
+    slurmgpu("submit", cwd=folder, expect=0)
+    plan = Run.open(folder / "run").plan
+    (folder / "signed.py").write_text("import inside_the_image_alone\n" + WORKLOAD)
+    refuse_other_columns(replace(plan, container={"image": "image.sif"}))
+    with pytest.raises(SlurmGPUError, match="needs the module 'inside_the_image_alone', which is not installed here"):
+        refuse_other_columns(plan)
 
 
 def test_a_module_named_by_a_setting_or_imported_by_a_made_up_name_is_in_it(signed):
