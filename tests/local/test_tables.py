@@ -231,7 +231,7 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
     show_report(complete)
     assert capsys.readouterr().out.endswith(
         f"recompute failed items with: slurmgpu resubmit {run.typed} --failed\n"
-        "to change settings or input, which a run freezes, submit a new run with another --run-dir "
+        "to change settings, columns or input, which a run freezes, submit a new run with another --run-dir "
         "(--items: of some items alone)\n"
     )
     show_report({**complete, "errors": [], "n_errors": 0})
@@ -244,6 +244,12 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
     )
     show_report({**report, "n_rows": 0})
     assert capsys.readouterr().out.endswith("submit a new run with another --run-dir\n")
+    for attempt in report["attempts"]:
+        attempt |= {"failure": "host_oom", "message": "killed"}
+    show_report(report)
+    assert capsys.readouterr().out.endswith(
+        f"resubmit {run.typed}\nhost memory ran out: resubmit asks for more, or for what you say: --slurm mem=…\n"
+    )
 
 
 def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_path, capsys):
@@ -257,7 +263,7 @@ def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_pat
     assert lines[-3:] == [
         f"Every item failed: slurmgpu logs {run.typed} --item 3 shows where.",
         f"after fixing the code, recompute them with: slurmgpu resubmit {run.typed} --failed",
-        "to change settings or input, which a run freezes, submit a new run with another --run-dir",
+        "to change settings, columns or input, which a run freezes, submit a new run with another --run-dir",
     ]
 
 

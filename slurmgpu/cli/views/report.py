@@ -44,7 +44,7 @@ MAX_ODD = 8
 """The most columns with NaN or infinities that are named."""
 MIN_HOURS = 0.05
 """The ledger of fewer hours is not printed: a few minutes are not representative."""
-OTHER_RUN = "to change settings or input, which a run freezes, submit a new run with another --run-dir"
+OTHER_RUN = "to change settings, columns or input, which a run freezes, submit a new run with another --run-dir"
 
 
 def show_report(report: Report, plan: Plan | None = None) -> None:
@@ -129,6 +129,8 @@ def _show_next(report: Report) -> None:
         same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)
         words = "after fixing the cause, compute the rest with" if same else "to compute the rest"
         result(f"\n{words}: {report['resubmit']}")
+        if lines and lines[-1].get("array_job") and _ran_out_of_memory(of_last_submission(report["attempts"], lines)):
+            result("host memory ran out: resubmit asks for more, or for what you say: --slurm mem=…")
         if same and not report["n_rows"]:
             result(OTHER_RUN)
     elif [*report["errors_by_class"]] == ["input_error"]:
@@ -147,6 +149,12 @@ def _show_next(report: Report) -> None:
     elif report["n_errors"]:
         result(f"\nafter fixing the cause, recompute failed items {by}: {again}")
         result(f"{OTHER_RUN} (--items: of some items alone)")
+
+
+def _ran_out_of_memory(attempts: Sequence[AttemptRow]) -> bool:
+    """Whether an attempt, or a worker of one, failed for lack of memory that Slurm may give."""
+    met = {kind for each in attempts for kind in (each["failure"], *(death["class"] for death in each["deaths"]))}
+    return any((policy := policy_of(kind)) is not None and policy.more_memory for kind in met if kind)
 
 
 def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
