@@ -36,7 +36,10 @@ def load_class(full_name: str, search_path: Path) -> type:
         )
     if not isinstance(found, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        raise SlurmGPUError(f"{module_name} has no class {class_name!r}." + did_you_mean(class_name, classes))
+        callable_ones = [name for name in classes if "__call__" in _members(vars(module)[name])]  # Text, say, is not
+        raise SlurmGPUError(
+            f"{module_name} has no class {class_name!r}." + did_you_mean(class_name, callable_ones or classes)
+        )
     if "__call__" not in _members(found):
         raise SlurmGPUError(f"{title_of(full_name)}: the class has no method '__call__', which every workload needs.")
     return found

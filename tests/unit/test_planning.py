@@ -363,6 +363,16 @@ def test_a_workload_that_cannot_be_found_is_refused_with_a_hint(project, use, sa
     assert said in refused(project(), workload={"use": use})
 
 
+def test_imported_classes_that_compute_nothing_are_named_to_nobody(project):
+    folder = project()
+    (folder / "mine.py").write_text(
+        "from slurmgpu import ItemError, Text\nclass W:\n    def __call__(self, items): ...\n"
+    )
+    assert refused(folder, workload={"use": "mine.py:X"}).endswith("has no class 'X'. Known: W.")
+    (folder / "its.py").write_text("from slurmgpu import Text\nclass W: ...\n")
+    assert refused(folder, workload={"use": "its.py:X"}).endswith("has no class 'X'. Known: Text, W.")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
