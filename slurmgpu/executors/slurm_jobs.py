@@ -142,13 +142,13 @@ def _queue(run: Run, job: str, submit_jobs: Any, array: Submission | None = None
             remedy += f"{array.tasks_per_node} tasks share a job: --tasks-per-node says how many. "
         if array and "node configuration" in said:
             remedy += "The same command with --dry-run says what nodes have. "
-        if "invalid partition" in said:
-            remedy += "`sinfo -s` lists the partitions. "
         if "SubmitJob" in said:  # QOSMaxSubmitJobPerUserLimit, AssocGrpSubmitJobsLimit …
             remedy += "Your other jobs in the queue count as well: wait until they end, or submit fewer tasks. "
         if "Invalid generic resource" in said:
             remedy += 'Where GPUs come with a partition or constraint alone, set gres = "none" under [slurm]. '
         to_do = CORRECT_MERGE if job == "merge" and not remedy else CORRECT
+        if "invalid partition" in said:
+            remedy += "`sinfo -s` lists the partitions. "
         raise SlurmGPUError(f"Slurm refuses the {job} job: {said}. {undone}{remedy}{to_do}") from error
 
 

@@ -536,7 +536,8 @@ def test_options_that_slurm_refuses_leave_nothing_behind(project, slurmgpu, clus
 def test_a_merge_job_that_slurm_refuses_takes_the_array_along(project, slurmgpu, cluster):
     folder = project(40, merge={"partition": "nowhere"})
     done = slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=2)
-    said = r"Slurm refuses the merge job: .* The array job (\d+) was cancelled\. Correct \[merge\], which"
+    refused, remedy = "Slurm refuses the merge job: .*", r"`sinfo -s` lists the partitions\. Correct \[merge\], which"
+    said = rf"{refused} The array job (\d+) was cancelled\. {remedy}"
     [array] = re.findall(said, done.stderr)
     assert not (folder / "run").exists()
     wait_until(lambda: not queued_of([array]), "the end of the array")
