@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slurmgpu.report.attempts import AttemptRow, attempts_of, of_last_submission
+from slurmgpu.report.attempts import AttemptRow, attempts_of, of_last_submission, ran_out_of_memory
 from slurmgpu.report.report_file import bad_nodes
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
@@ -28,7 +28,7 @@ def learn(
         exclude, notes = _excluded(last["exclude"], attempts, all_attempts)
     records = (record for record in run.attempts() if record["submission"] == last["submission"])
     of_items = {kind for record in records for _, errors in record["failed"] for kind in errors}
-    if _ran_out_of_memory(attempts, of_items) and not MEMORY_OPTIONS & set(given):
+    if ran_out_of_memory(attempts, of_items) and not MEMORY_OPTIONS & set(given):
         options, note = _with_more_memory(options, attempts, _factor(last, n_tasks), by_hand=bool(last.get("by_hand")))
         notes.append(note)
     return options, exclude, notes
@@ -54,12 +54,6 @@ def _blamed_alike(attempts: list[AttemptRow]) -> set[str]:
     blamed = {a["bad_node"] for a in attempts if a["failure"] in doubtful and a["bad_node"]}
     well = any(a["node"] not in blamed and (a["n_shards"] or not a["failure"]) for a in attempts)
     return blamed if len(blamed) > 1 and not well else set()
-
-
-def _ran_out_of_memory(attempts: list[AttemptRow], of_items: set[str]) -> bool:
-    """Whether an attempt, a worker or an item (with a class in `of_items`) failed for lack of memory to ask for."""
-    met = of_items | {kind for a in attempts for kind in (a["failure"], *(death["class"] for death in a["deaths"]))}
-    return any(policy.more_memory for name, policy in POLICIES.items() if name in met)
 
 
 def _factor(last: SubmissionLine, n_tasks: int) -> float:

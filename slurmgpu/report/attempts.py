@@ -6,7 +6,7 @@ Standard library only: `status` reads it on login nodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, TypeVar, cast
 
@@ -129,6 +129,13 @@ def of_last_submission(attempts: Iterable[AttemptRow], lines: Sequence[Submissio
         return attempt["submission"] == last["submission"] or (attempt["submission"] is None and is_of_job)
 
     return list(filter(is_its_own, attempts))
+
+
+def ran_out_of_memory(attempts: Iterable[AttemptRow], of_items: Collection[str] = ()) -> bool:
+    """Whether an attempt, a worker or an item (with a class in `of_items`) failed for lack of memory to ask for."""
+    met = {kind for a in attempts for kind in (a["failure"], *(death["class"] for death in a["deaths"]))}
+    policies = map(policy_of, {*met, *of_items})
+    return any(policy is not None and policy.more_memory for policy in policies)
 
 
 def outcome_of(attempt: AttemptRow) -> str:

@@ -26,7 +26,15 @@ from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.inputs.spec import InputSpec
 from slurmgpu.loader.names import title_of
-from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, node_of, of_last_submission, outcome_of
+from slurmgpu.report.attempts import (
+    IDLE_PERCENT,
+    AttemptRow,
+    in_task_order,
+    node_of,
+    of_last_submission,
+    outcome_of,
+    ran_out_of_memory,
+)
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.origin import origin_in_words, origin_of
 from slurmgpu.report.report_file import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
@@ -129,7 +137,7 @@ def _show_next(report: Report) -> None:
         same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)
         words = "after fixing the cause, compute the rest with" if same else "to compute the rest"
         result(f"\n{words}: {report['resubmit']}")
-        if lines and lines[-1].get("array_job") and _ran_out_of_memory(of_last_submission(report["attempts"], lines)):
+        if lines and lines[-1].get("array_job") and ran_out_of_memory(of_last_submission(report["attempts"], lines)):
             result("host memory ran out: resubmit asks for more, or for what you say: --slurm mem=…")
         if same and not report["n_rows"]:
             result(OTHER_RUN)
@@ -149,12 +157,6 @@ def _show_next(report: Report) -> None:
     elif report["n_errors"]:
         result(f"\nafter fixing the cause, recompute failed items {by}: {again}")
         result(f"{OTHER_RUN} (--items: of some items alone)")
-
-
-def _ran_out_of_memory(attempts: Sequence[AttemptRow]) -> bool:
-    """Whether an attempt, or a worker of one, failed for lack of memory that Slurm may give."""
-    met = {kind for each in attempts for kind in (each["failure"], *(death["class"] for death in each["deaths"]))}
-    return any((policy := policy_of(kind)) is not None and policy.more_memory for kind in met if kind)
 
 
 def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
