@@ -15,9 +15,10 @@ from slurmgpu.inputs.formats import ADVICE, Rows, named
 from slurmgpu.inputs.index import Index
 from slurmgpu.inputs.lines import Lines
 from slurmgpu.inputs.repack import RepackedLines
-from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
+from slurmgpu.inputs.spec import InputFile, InputSpec
 from slurmgpu.inputs.tables import Groups, MergedRows
 from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import PROMISED
 from slurmgpu.run.recompute import spans_of
 from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import retried

@@ -17,8 +17,9 @@ from slurmgpu.inputs.hub import origin
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.lines import Lines
 from slurmgpu.inputs.repack import FOLDER, pack_lines, publish
-from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec, Source
+from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Merged
+from slurmgpu.run.frozen_plan import PROMISED
 from slurmgpu.util.amounts import some_of
 from slurmgpu.util.packages import check_pyarrow
 from slurmgpu.util.shared_files import naming

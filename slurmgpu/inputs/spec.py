@@ -9,11 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.frozen_plan import FileRecord, InputRecord
+from slurmgpu.run.frozen_plan import PROMISED, FileRecord, InputRecord
 from slurmgpu.util.item_ranges import n_to_ends, spans_within
-
-PROMISED = -1
-"""The size and time of a file that does not exist yet; its `sha256` is the fingerprint of its plan."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import live_tasks
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.operations.replacement import room
 from slurmgpu.operations.submit import submission_of, submit_draft
 from slurmgpu.operations.wait import wait_for
@@ -24,6 +23,7 @@ from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast
 from slurmgpu.report.report_file import Report
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import PROMISED
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.early_signals import INTERRUPTS
 

@@ -29,7 +29,7 @@ from slurmgpu.page.words import as_typed, cut, moment, plain
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.report.origin import origin_in_words, origin_of
-from slurmgpu.report.report_file import Report, every_item_failed, faults_of
+from slurmgpu.report.report_file import WRONG_INPUT, Report, every_item_failed, faults_of, only_input_failed
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of, duration, rate_of
@@ -74,6 +74,8 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "report": report,
         "origin": plain(origin_in_words(origin_of(run.plan), title_of(run.plan.workload, ""))),
         "every_failed": every_item_failed(report),
+        "only_input_failed": only_input_failed(report),
+        "wrong_input": only_input_failed(report) and not run.plan.has_promised_input and WRONG_INPUT,
         "version": __version__,
         "figures": facts.figures_of(report, spans),
         "summary": summary_of(report["summary"], MAX_ROWS, MAX_COLUMNS),

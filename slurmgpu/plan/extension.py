@@ -15,9 +15,9 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.formats import CHUNK_BYTES, named
-from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
+from slurmgpu.inputs.spec import InputFile, InputSpec
 from slurmgpu.run.directory import Run
-from slurmgpu.run.frozen_plan import Plan
+from slurmgpu.run.frozen_plan import PROMISED, Plan
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.atomic_files import fsync_dir, whole_file
 from slurmgpu.util.shared_files import NO_HARD_LINKS, exists, make_folder, retried

@@ -38,6 +38,10 @@ class SourceRecord(TypedDict):
     sha256: str
 
 
+PROMISED = -1
+"""The size and time of a file that does not exist yet; its `sha256` is the fingerprint of its plan."""
+
+
 class FileRecord(SourceRecord):
     """A file of an input, as in `inputs.InputFile`."""
 
@@ -138,6 +142,11 @@ class Plan:
     def named_files(self) -> Sequence[SourceRecord]:
         """The files of the input as the run file names them: a repacked one, which is the run's own, by its source."""
         return [file["source"] or file for file in self.input["files"]]
+
+    @property
+    def has_promised_input(self) -> bool:
+        """Whether another run, which this one waits for, writes a file of the input, and may write it again."""
+        return any(file["size_bytes"] == PROMISED for file in self.input["files"])
 
     @property
     def is_probe(self) -> bool:

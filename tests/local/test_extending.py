@@ -11,12 +11,12 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.plan.extension import OF_INPUT, extend
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.creation import create_run
 from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import PROMISED
 from tests.support.nightly import by_night
 from tests.support.runs import make_project
 

@@ -15,10 +15,10 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.cli.views.dry_run import show_scripts
-from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.report.status import read_status
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import PROMISED
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.records import Attempt
 from slurmgpu.shards.shard_file import read_directory

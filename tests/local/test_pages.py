@@ -24,6 +24,7 @@ from slurmgpu.page.spans import makers_of, spans_of
 from slurmgpu.page.words import moment
 from slurmgpu.report.report_file import read_report, report_path
 from slurmgpu.run.directory import Run
+from slurmgpu.run.frozen_plan import PROMISED
 from slurmgpu.util import redact
 from slurmgpu.util.amounts import duration
 from slurmgpu.util.atomic_files import write_json
@@ -50,6 +51,22 @@ return [
 ].map((node) => node.textContent.slice(0, 40));
 """
 """What an edge cuts off: texts in pictures, and on a phone what one would have to scroll sideways for."""
+
+
+def test_a_page_offers_no_resubmission_where_the_same_input_fails_again(tmp_path):
+    run, value = pretended(tmp_path, errors=[(3, "input_error: it is a failed row of an earlier run: no")])
+    text = draw(run, value, tmp_path)
+    assert "the same input fails again: correct it" in text
+    assert "resubmit" not in text
+    plan = json.loads((run.folder / "run.json").read_text())
+    file = {"path": "a.h5", "mtime_ns": PROMISED, "sha256": "", "n_items": plan["n_items"], "source": None}
+    plan["input"]["files"] = [{**file, "size_bytes": PROMISED}]
+    (run.folder / "run.json").write_text(json.dumps(plan))
+    text = draw(Run.open(run.folder), value, tmp_path)
+    assert "that this one waited for (--after), recompute those of this one with:" in text
+    assert "slurmgpu resubmit" in text
+    _, value = pretended(tmp_path / "more", errors=[(3, "input_error: no"), (4, "item_error: no")])
+    assert "slurmgpu resubmit" in draw(run, value, tmp_path)
 
 
 def test_a_page_names_no_run_file_where_there_is_none(tmp_path, monkeypatch):

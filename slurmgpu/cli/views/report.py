@@ -24,7 +24,6 @@ from slurmgpu.cli.views.columns import (
 )
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
-from slurmgpu.inputs.spec import InputSpec
 from slurmgpu.loader.names import title_of
 from slurmgpu.report.attempts import (
     IDLE_PERCENT,
@@ -37,7 +36,16 @@ from slurmgpu.report.attempts import (
 )
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.origin import origin_in_words, origin_of
-from slurmgpu.report.report_file import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
+from slurmgpu.report.report_file import (
+    WRONG_INPUT,
+    FailedItem,
+    Hole,
+    Report,
+    every_item_failed,
+    faults_of,
+    last_death,
+    only_input_failed,
+)
 from slurmgpu.report.versions import versions_in_words
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import policy_of, without_numbers
@@ -141,15 +149,11 @@ def _show_next(report: Report) -> None:
             result("host memory ran out: resubmit asks for more, or for what you say: --slurm mem=…")
         if same and not report["n_rows"]:
             result(OTHER_RUN)
-    elif [*report["errors_by_class"]] == ["input_error"]:
-        if InputSpec.from_json(Run.open(Path(report["run_dir"])).input).is_promised:
-            how = f"recompute the failed items of the run that this one waited for (--after), and then: {again}"
+    elif only_input_failed(report):
+        if Run.open(Path(report["run_dir"])).plan.has_promised_input:
+            result(f"\nrecompute the failed items of the run that this one waited for (--after), and then: {again}")
         else:
-            how = (
-                "correct it, or recompute the failed items of the earlier run that it comes from, then submit a new "
-                "run with another --run-dir"
-            )
-        result(f"\nthe same input fails again: {how}")
+            result(f"\n{WRONG_INPUT}")
     elif report["n_errors"] == report["n_rows"] > 1 and report["errors"]:
         result(f"\nEvery item failed: slurmgpu logs {folder} --item {report['errors'][0]['index']} shows where.")
         result(f"after fixing the code, recompute them {by}: {again}")
