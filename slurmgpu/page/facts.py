@@ -14,7 +14,7 @@ from slurmgpu.report.ledger import energy_in_words, in_words
 from slurmgpu.report.report_file import Report
 from slurmgpu.run.failures import policy_of, without_numbers
 from slurmgpu.run.records import Death, Usage
-from slurmgpu.util.amounts import duration
+from slurmgpu.util.amounts import duration, share_of
 
 MAX_ITEMS = 1000
 """The most failed items and missing shards that the page lists."""
@@ -243,4 +243,4 @@ def _whole(number: float | None) -> str:
 def _useful(attempt: AttemptRow) -> str:
     spent = attempt["spent"]
     total = sum(spent.values())
-    return f"{spent['useful'] / total:.1%}" if total else "–"
+    return share_of(round(1000 * spent["useful"]), round(1000 * total))

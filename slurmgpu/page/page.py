@@ -32,11 +32,15 @@ from slurmgpu.report.origin import origin_in_words, origin_of
 from slurmgpu.report.report_file import WRONG_INPUT, Report, every_item_failed, faults_of, only_input_failed
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
-from slurmgpu.util.amounts import count_of, duration, rate_of
+from slurmgpu.util.amounts import LEAST_PER_S, count_of, duration, rate_of
 
 log = logging.getLogger(__name__)
 
-RATES = ((1e5, "thousand items per second", 1e-3), (0.1, "items per second", 1.0), (0.0, "items per hour", 3600.0))
+RATES = (
+    (1e5, "thousand items per second", 1e-3),
+    (LEAST_PER_S, "items per second", 1.0),
+    (0.0, "items per hour", 3600.0),
+)
 """The least items per second for each unit of rates, the unit, and its factor."""
 MAX_ROWS, MAX_COLUMNS = 200, 20
 """Limits for each table of the summary."""

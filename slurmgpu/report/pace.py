@@ -60,10 +60,10 @@ class Pace:
 
     def to_json(self) -> PaceRecord:
         """The value of `pace` in the JSON of status."""
-        digits = {"items_per_s": 4, "left_s": 1, "left_if_queued_start_s": 1}
         values = {key: getattr(self, key) for key in PaceRecord.__annotations__}
-        rounded = {key: round(values[key], n) for key, n in digits.items() if values[key] is not None}
-        return cast(PaceRecord, values | rounded)
+        seconds = ("left_s", "left_if_queued_start_s")
+        rounded = {key: round(values[key], 1) for key in seconds if values[key] is not None}
+        return cast(PaceRecord, {**values, **rounded, "items_per_s": rounded_rate(self.items_per_s)})
 
 
 @dataclass(frozen=True, order=True)
@@ -74,6 +74,11 @@ class Slot:
     rate: float
     until_s: float = math.inf
     shard_s: float = 0.0  # the part of free_s for the current shard
+
+
+def rounded_rate(rate: float | None) -> float | None:
+    """A rate to four digits: to four decimals, that of items which take hours would be 0."""
+    return None if rate is None else float(f"{rate:.4g}")
 
 
 def living_of(records: Iterable[BriefRecord], queue: Queue | None, now: float, patience_s: float) -> list[BriefRecord]:

@@ -11,7 +11,7 @@ from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.queued import is_held, is_suspended, reason_of, requeued
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.records import ALL_FAIL
-from slurmgpu.util.amounts import clock, count_of, rate_of, share_of, span_of
+from slurmgpu.util.amounts import clock, count_of, rate_in_words, share_of, span_of
 from slurmgpu.util.ansi import plain
 from slurmgpu.util.array_ids import array_of, task_of_attempt
 
@@ -52,7 +52,7 @@ def pace_words(status: Status) -> str:
     """The rate of the run and the time left."""
     pace = status["pace"]
     left_s, rate = pace["left_s"], pace["items_per_s"]
-    parts = [] if rate is None else [f"{rate_of(rate)} items/s" if rate else "no task computes just now"]
+    parts = [] if rate is None else [rate_in_words(rate) if rate else "no task computes just now"]
     n_open = status["n_shards"] - status["n_shards_done"]
     if not n_open:
         return ""
@@ -165,8 +165,8 @@ def shard_of(task: StatusAttempt) -> str:
 
 
 def part_of(task: StatusAttempt) -> str:
-    """The finished share of the current shard."""
-    return f"{task['shard_done'] / task['shard_items']:.0%}" if task["shard_items"] else shard_of(task)
+    """The finished share of the current shard, rounded down."""
+    return f"{100 * task['shard_done'] // task['shard_items']}%" if task["shard_items"] else shard_of(task)
 
 
 def last_message(task: StatusAttempt, words: Mapping[str, str], now: float) -> str:

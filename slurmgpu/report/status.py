@@ -20,7 +20,7 @@ from slurmgpu.report.completeness import has_every_row, is_final
 from slurmgpu.report.file_cache import UpToDate, mark_of
 from slurmgpu.report.origin import Origin, origin_of
 from slurmgpu.report.outcomes import Rows, Told, Verdict, is_of, leases_lost, unrecorded, verdict_of
-from slurmgpu.report.pace import PaceRecord, living_of, pace_of
+from slurmgpu.report.pace import PaceRecord, living_of, pace_of, rounded_rate
 from slurmgpu.report.queued import Job, Queue, of_open, still_waiting
 from slurmgpu.report.report_file import last_death, read_report, report_path
 from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_of
@@ -406,7 +406,7 @@ def _attempt(
         "n_gpus": record["n_gpus"] * record["n_nodes"],
         "silent": record["state"] != "ended" and not is_living,
         "shard_items": stop - start if shard is not None else None,
-        "items_per_s": None if rate is None else round(rate, 4),
+        "items_per_s": rounded_rate(rate),
         "n_deaths": len(record["deaths"]),
         "last_death": last_death(record["deaths"]),
         "age_s": round(now - last_heard(record), 1),

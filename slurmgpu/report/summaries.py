@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 PERCENT = ("accuracy", "_rate", "_share", "accuracy_interval", "rate_interval")
 """Endings of keys whose values up to 1 are shares, shown in percent."""
+LEAST_SHOWN = 1e-9
+"""A share that is nearer to 0 or 1 is that, but for rounding errors."""
 NO_NAME = "(none)"
 """The name of the group of items without a name."""
 
@@ -107,9 +110,17 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return json.dumps(value, ensure_ascii=False)
     if name.endswith(PERCENT) and abs(value) <= 1:  # a frame rate is no share
-        return f"{value:.1%}"
+        return _percent(value)
     if isinstance(value, int):
         return f"{value:,}"
     if 0 < abs(value) < 0.1:
         return f"{value:.3g}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
+
+
+def _percent(share: float) -> str:
+    """A share in percent with one decimal; with more if it would show as none or all, and is not."""
+    text, rest = f"{share:.1%}", min(abs(share), 1 - abs(share))
+    if text.lstrip("-") not in ("0.0%", "100.0%") or rest < LEAST_SHOWN:
+        return text
+    return f"{share:.{-math.floor(math.log10(100 * rest))}%}"

@@ -9,6 +9,9 @@ from itertools import pairwise
 
 UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
+LEAST_PER_S = 0.1
+"""Lower rates are told per hour."""
+
 
 def count_of(count: int, thing: str) -> str:
     """A number of things, in the plural unless there is one."""
@@ -86,18 +89,25 @@ def digits(value: float) -> str:
 
 
 def rate_of(rate: float) -> str:
-    """Items per second, with about three digits."""
-    return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 10 else 2 if rate >= 1 else 3}f}"
+    """Items per second, with about three digits, and at least two."""
+    if 0 < rate < 0.01:
+        return f"{rate:.{1 - math.floor(math.log10(rate))}f}"
+    return f"{rate:,.{0 if rate >= 99.95 else 1 if rate >= 10 else 2 if rate >= 1 else 3}f}"
+
+
+def rate_in_words(rate: float) -> str:
+    """Items per second, or per hour if they take long, with the unit."""
+    return f"{rate_of(rate)} items/s" if rate >= LEAST_PER_S else f"{rate_of(3600 * rate)} items/h"
 
 
 def size_of(size: int) -> str:
     """A number of bytes to three digits, in one unit."""
     value = float(size)
     for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
+        if value < 999.5:  # what is rounded to 1000 is 1 of the next unit
             return f"{value:.3g} {unit}"
         value /= 1000
-    return f"{value:.3g} TB"
+    return f"{value:,.0f} TB" if value >= 999.5 else f"{value:.3g} TB"
 
 
 def gb(size_bytes: float) -> str:

@@ -183,7 +183,7 @@ def test_a_last_shard_that_takes_longer_than_those_before_is_given_no_time(tmp_p
     change(run, "4711_0.0", updated=BEGIN + 36_000)
     status = read_status(run, queue, now=BEGIN + 36_001)
     assert status["pace"]["left_s"] is None
-    assert pace_words(status).endswith(" items/s, 1 shard in hand, for longer than those before")
+    assert pace_words(status).endswith(" items/h, 1 shard in hand, for longer than those before")
 
 
 def test_living_attempts_have_the_last_sample_of_their_gpus(run):
