@@ -26,7 +26,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """One record of the input: its 0-based `index`, its `data`, and its own `seed`."""
+    """One record of the input: its 0-based `index`, its `data`, and its own `seed`.
+
+    `item[name]`, `item.get(name)` and `name in item` are those of `data`.
+    """
 
     # Each item is made twice, and __slots__ takes two thirds of the time. With dataclass(slots=True), setting a name
     # that is no field would raise a TypeError about `super`.
@@ -45,6 +48,19 @@ class Item:
         for values in state:
             for name, value in (values or {}).items():
                 object.__setattr__(self, name, value)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.data[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data
+
+    # Without it, Python would iterate by __getitem__ from 0.
+    __iter__ = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of the field `name`, or `default` if the item has no such field."""
+        return self.data.get(name, default)
 
     @property
     def seed(self) -> int:

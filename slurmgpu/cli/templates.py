@@ -85,13 +85,13 @@ class {name}:
 
     def __call__(self, items):
         """A row for each item, in order."""
-        return [self.row(item.data) for item in items]
+        return [self.row(item) for item in items]
 
-    def row(self, data):
+    def row(self, item):
         """The row of one item, or ItemError, which costs this item alone."""
-        if self.field not in data:
+        if self.field not in item:
             return ItemError(f"no field {{self.field!r}}")
-        return {{"n_words": len(data[self.field].split()), "shout": data[self.field].upper()}}
+        return {{"n_words": len(item[self.field].split()), "shout": item[self.field].upper()}}
 '''
 EXAMPLES = [{"text": "a cat sleeps"}, {"text": "the bank lends money to farmers"}, {"text": "hello"}]
 

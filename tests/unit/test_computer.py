@@ -72,6 +72,17 @@ def test_an_item_cannot_be_changed_and_can_be_copied_and_pickled():
         assert (copied, copied.seed) == (item, item.seed)
 
 
+def test_the_fields_of_an_item_are_read_like_those_of_a_dictionary():
+    item = Item(3, {"x": 1, "missing": None})
+    assert (item["x"], item.get("x"), item.get("y"), item.get("y", 2)) == (1, 1, None, 2)
+    assert "missing" in item
+    assert "y" not in item
+    with pytest.raises(KeyError, match="'y'"):
+        item["y"]
+    with pytest.raises(TypeError, match="not iterable"):
+        list(item)
+
+
 @dataclass(frozen=True)
 class Named(Item):
     name: str = field(kw_only=True)
