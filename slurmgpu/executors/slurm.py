@@ -23,7 +23,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import ObservedTask
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
-from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
+from slurmgpu.run.submissions import ENDS, JOB_KEYS, Submission, SubmissionLine
 from slurmgpu.slurm import accounting, commands, queue
 from slurmgpu.util.amounts import count_of
 
@@ -160,9 +160,12 @@ class Slurm(Executor):
                 f"Jobs of {run.folder} may be in the queue of the cluster {others[0]}, which cannot be seen here. "
                 f"Type `slurmgpu cancel {run.typed}` on that cluster."
             )
-        if not jobs:
-            return []
         here = [line for line in lines if cluster is None or line.get("cluster", cluster) == cluster]
+        if not jobs:
+            for line in here:  # PrivateData of slurm.conf may hide jobs of others
+                if line["state"] not in ENDS:
+                    refuse_other_users(run, line)
+            return []
         # A submission without ids may have queued jobs before it recorded them.
         here = [line for line in here if ({line[key] for key in JOB_KEYS if key in line} or set(jobs)) & set(jobs)]
         for line in here:

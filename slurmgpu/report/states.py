@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from typing import TypedDict
 
@@ -24,7 +25,8 @@ class Standing(TypedDict):
 def is_at_work(lines: Lines, queue: Queue | None) -> bool | None:
     """Whether tasks of the run are alive or queued, from Slurm and this machine's processes; None if unknown.
 
-    An empty queue proves that none is; None, a queue that was not asked, proves nothing.
+    An empty queue proves that none of this user's is: it has no jobs of others. None, a queue that was not asked,
+    proves nothing.
     """
     if queue:
         return True
@@ -39,7 +41,7 @@ def is_at_work(lines: Lines, queue: Queue | None) -> bool | None:
 def _has_processes(line: SubmissionLine, queue: Queue | None) -> bool | None:
     """The same for one submission, if the queue is empty or unknown."""
     if not is_of_processes(line):
-        return None if queue is None else False
+        return None if queue is None or line.get("uid", os.getuid()) != os.getuid() else False
     here = processes_here(line)
     return None if here is None else bool(here)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slurmgpu.cli.commands.logs import is_at_rest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import job_entry, live_tasks, slurm, submission
 from slurmgpu.executors.slurm import Slurm
@@ -320,6 +321,19 @@ def test_jobs_of_another_user_are_found_and_not_cancelled(run, monkeypatch):
     [(_, told)] = live_tasks.cancel_all([run])
     assert isinstance(told, SlurmGPUError)
     assert not run.last_submission().get("cancelled")
+
+
+def test_where_slurm_hides_jobs_of_others_their_run_is_neither_at_rest_nor_cancelled(run, monkeypatch):
+    """With PrivateData=jobs squeue shows none of them; without it, only those that are asked for."""
+    queued_on(run, monkeypatch, cluster="here", uid=4242)
+    monkeypatch.setattr(os, "getuid", lambda: 4243)
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    assert queue.queued_jobs(run) == []
+    assert not is_at_rest(run)
+    with pytest.raises(SlurmGPUError, match="belong to the user with the number 4242"):
+        live_tasks.cancel(run)
+    run.record_submission({"submission": 2, "state": "ended"})
+    assert live_tasks.cancel(run) == ""
 
 
 def job_of(run, number, name="slurmgpu:run", folder=None):
