@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -14,7 +15,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import ADVICE, Rows, named
 from slurmgpu.inputs.index import Index
 from slurmgpu.inputs.lines import Lines
-from slurmgpu.inputs.repack import RepackedLines
+from slurmgpu.inputs.repack import RepackedLines, hash_file
 from slurmgpu.inputs.spec import InputFile, InputSpec
 from slurmgpu.inputs.tables import Groups, MergedRows
 from slurmgpu.run.directory import Run
@@ -24,6 +25,10 @@ from slurmgpu.util.process_wide import working_folder
 from slurmgpu.util.shared_files import retried
 
 _N_LOOKED_AT = 64
+_TOLD_BYTES = 1 << 30
+"""A comparison of so many bytes takes seconds, and is told."""
+
+log = logging.getLogger(__name__)
 
 
 class Reader:
@@ -34,6 +39,7 @@ class Reader:
         self._format = named(spec.format)
         self._bounds = [0, *accumulate(file.n_items for file in spec.files)]
         self._index = Index(index, spec)
+        self._planned = _Planned(spec)
         self._open: tuple[int, Rows] | None = None
 
     def __enter__(self) -> Reader:
@@ -50,7 +56,7 @@ class Reader:
     def check_some_files(self) -> None:
         """SlurmGPUError if one of some evenly spread files has changed; `read` checks each file that it reads."""
         for file in _some_files(self._spec):
-            _check_unchanged(file)
+            self._planned.check(file)
 
     def close(self) -> None:
         """Close all files."""
@@ -74,9 +80,9 @@ class Reader:
             while at < end:
                 number = bisect_right(self._bounds, at) - 1
                 first, after = self._bounds[number], min(end, self._bounds[number + 1])
-                _check_unchanged(self._spec.files[number])  # an Arrow file that was truncated would kill the process
+                self._planned.check(self._spec.files[number])  # an Arrow file that was truncated would kill the process
                 data += self._rows(number).read(at - first, after - first)
-                _check_unchanged(self._spec.files[number])  # after reading, so that the planned file was read
+                self._planned.check(self._spec.files[number])  # after reading, so that the planned file was read
                 at = after
         return data
 
@@ -127,14 +133,16 @@ def open_items(run: Run) -> Iterator[Callable[[Sequence[int]], list[Mapping[str,
         yield read
 
 
-def check_input(spec: InputSpec) -> None:
-    """SlurmGPUError if one of the files that a task looks at first has changed since planning.
+def check_input(spec: InputSpec, index: Path) -> None:
+    """SlurmGPUError if tasks cannot use the index, or if one of the files that they look at first has changed.
 
     A merged file that another run has yet to write is not looked for.
     """
+    Index(index, spec).close()
+    planned = _Planned(spec)
     for file in _some_files(spec):
         if file.size_bytes != PROMISED:
-            _check_unchanged(file)
+            planned.check(file)
 
 
 def _some_files(spec: InputSpec) -> tuple[InputFile, ...]:
@@ -142,18 +150,46 @@ def _some_files(spec: InputSpec) -> tuple[InputFile, ...]:
     return spec.files[:: max(1, -(-len(spec.files) // _N_LOOKED_AT))]
 
 
-def _check_unchanged(file: InputFile) -> None:
-    try:
-        status = retried(Path(file.path).stat)
-    except OSError as error:
-        raise SlurmGPUError(
-            f"The input has changed since the run was planned: {file.path} cannot be read ({error.strerror}). {ADVICE}"
-        ) from error
-    if file.size_bytes != PROMISED and (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+class _Planned:
+    """Compares files of an input with those of the plan.
+
+    A copy, or a file from an archive, may have another time, and another merge of an earlier run gives its file one:
+    then the content decides. It is compared once for each time that is met.
+    """
+
+    def __init__(self, spec: InputSpec) -> None:
+        self._are_repacked = spec.repacked
+        self._alike: set[tuple[str, int]] = set()
+
+    def check(self, file: InputFile) -> None:
+        """SlurmGPUError if a file has changed since planning."""
+        try:
+            status = retried(Path(file.path).stat)
+            if file.size_bytes == PROMISED or (status.st_size, status.st_mtime_ns) == (file.size_bytes, file.mtime_ns):
+                return
+            if status.st_size == file.size_bytes and self._is_alike(file, status.st_mtime_ns):
+                return
+        except OSError as error:
+            raise SlurmGPUError(
+                f"The input has changed since the run was planned: {file.path} cannot be read ({error.strerror}). "
+                f"{ADVICE}"
+            ) from error
         raise SlurmGPUError(
             f"The input has changed since the run was planned: {file.path} had {file.size_bytes} bytes, written "
             f"{_time(file.mtime_ns)}; it has {status.st_size}, written {_time(status.st_mtime_ns)}. {ADVICE}"
         )
+
+    def _is_alike(self, file: InputFile, mtime_ns: int) -> bool:
+        """Whether a file with another time, but of the planned size, has the planned bytes."""
+        if self._are_repacked:  # its digest is that of the source; each page has a checksum
+            return True
+        if (file.path, mtime_ns) not in self._alike:
+            if file.size_bytes >= _TOLD_BYTES:
+                log.warning("%s has another time than planned: comparing its content", file.path)
+            if retried(lambda: hash_file(Path(file.path))) != file.sha256:
+                return False
+            self._alike.add((file.path, mtime_ns))
+        return True
 
 
 def _check_promise(file: InputFile, rows: Rows) -> None:

@@ -118,7 +118,7 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
         again = former.with_rows_of_others(run, again, taken["digest"])
         if not missing and not again.shards:
             raise NothingToSubmitError(f"{run.folder} has every shard, and the current code computed all rows.")
-    check_input(InputSpec.from_json(run.input))
+    check_input(InputSpec.from_json(run.input), run.index)
     submission, notes = resubmission.next_submission(
         run, asked.resources, asked.slurm, asked.merge, n_again=len(again.shards)
     )

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, find, records, scan, scanner
+from slurmgpu.inputs import InputSpec, Reader, check_input, find, reader, records, scan, scanner
 from slurmgpu.inputs.lines import LineRows
+from slurmgpu.inputs.repack import hash_file
 
 
 def put(folder: Path, **files: str | bytes) -> None:
@@ -382,6 +383,45 @@ def test_an_input_that_changed_is_refused(folder: Path, change: Callable[[Path],
             reader.read(0, 1)
 
 
+@pytest.mark.parametrize("size", [0, 1 << 30])
+def test_a_file_with_another_time_is_compared_with_the_plan_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    """Copies and files out of an archive may lose their times, or the fractions of their seconds."""
+    put(folder, a_txt="x\ny\n", b_txt="z\n")
+    spec, index = plan(folder), folder.with_name("index")
+    monkeypatch.setattr(reader, "_TOLD_BYTES", size)
+    compared: list[str] = []
+    monkeypatch.setattr(reader, "hash_file", lambda path: compared.append(path.name) or hash_file(path))
+    os.utime(folder / "a.txt", ns=(0, spec.files[0].mtime_ns - 123))
+    check_input(spec, index)
+    with Reader(spec, index) as opened:
+        opened.check_some_files()
+        assert opened.read(0, 3) == [{"text": "x"}, {"text": "y"}, {"text": "z"}]
+        os.utime(folder / "a.txt", ns=(0, 10**18))
+        put(folder, b_txt="Z\n")
+        assert opened.read(0, 2) == [{"text": "x"}, {"text": "y"}]
+        with pytest.raises(SlurmGPUError, match=r"b\.txt had 2 bytes, written .*; it has 2"):
+            opened.read(2, 3)
+    with pytest.raises(SlurmGPUError, match=r"b\.txt had 2 bytes, written .*; it has 2"):
+        check_input(spec, index)
+    assert compared == ["a.txt"] * 3 + ["b.txt", "a.txt", "b.txt"]
+    told = [record.message for record in caplog.records if "has another time than planned" in record.message]
+    assert len(told) == (0 if size else len(compared))
+
+
+def test_an_index_that_tasks_cannot_use_is_refused_with_the_input(folder: Path) -> None:
+    put(folder, a_txt="x\ny\n")
+    spec, index = plan(folder), folder.with_name("index")
+    check_input(spec, index)
+    os.truncate(index, 99)
+    with pytest.raises(SlurmGPUError, match=r"The input's index .* cannot be used: it is damaged"):
+        check_input(spec, index)
+    index.unlink()
+    with pytest.raises(SlurmGPUError, match=r"The input's index .* cannot be read: No such file"):
+        check_input(spec, index)
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -577,7 +617,7 @@ def test_a_file_that_was_cut_behind_attributes_of_a_cache_is_refused(
     put(folder, a_txt="x\nyy\nzzz\n")
     spec = plan(folder)
     (folder / "a.txt").write_text(left)
-    monkeypatch.setattr("slurmgpu.inputs.reader._check_unchanged", lambda file: None)
+    monkeypatch.setattr("slurmgpu.inputs.reader._Planned.check", lambda planned, file: None)
     words = r"has changed since .*a\.txt lacks items behind byte"
     with Reader(spec, folder.with_name("index")) as reader, pytest.raises(SlurmGPUError, match=words):
         reader.read(0, 3)

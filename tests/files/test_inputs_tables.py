@@ -230,7 +230,7 @@ def test_a_file_that_was_waited_for_has_to_be_the_one_that_its_run_promised(tmp_
 def test_a_file_that_another_run_has_yet_to_write_is_not_missing(tmp_path: Path) -> None:
     promised = promise(tmp_path / "a.h5", n_items=5, columns=["index", "text"], fingerprint="f", stride=2)
     spec = concatenate([promised], tmp_path / "index")
-    check_input(spec)
+    check_input(spec, tmp_path / "index")
     with pytest.raises(SlurmGPUError, match=r"a\.h5 cannot be read"), Reader(spec, tmp_path / "index") as reader:
         reader.check_some_files()
 

@@ -26,7 +26,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, databases, find, query_in, repack_query, repack_table, scan
+from slurmgpu.inputs import (
+    InputSpec,
+    Reader,
+    check_input,
+    databases,
+    find,
+    query_in,
+    repack_query,
+    repack_table,
+    scan,
+)
 from slurmgpu.inputs.repack import GROUP_ITEMS
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.creation import create_run
@@ -286,6 +296,10 @@ def test_repacked_items_move_with_the_run_directory(tmp_path: Path) -> None:
     assert plan.input["files"][0]["path"] == "input/00000.parquet"
     (tmp_path / "runs" / "run").rename(tmp_path / "moved")
     run = Run.open(tmp_path / "moved")
+    assert all_items(InputSpec.from_json(run.input), run.index) == ROWS
+    packed = tmp_path / "moved" / "input" / "00000.parquet"
+    os.utime(packed, ns=(0, 10**18))  # as `cp -r` leaves it
+    check_input(InputSpec.from_json(run.input), run.index)
     assert all_items(InputSpec.from_json(run.input), run.index) == ROWS
     assert not list(tmp_path.glob(".*.partial")), "nothing else is left"
 

@@ -211,7 +211,7 @@ def test_a_resubmission_is_checked_with_the_container_that_it_will_have(run, mon
     again = lambda container, run_file, given: ({**container, "home": "none"}, ["[container] has changed"])  # noqa: E731
     monkeypatch.setattr(resubmit.former, "code_now", lambda *_, **__: ({"digest": "now"}, ["edited"]))
     monkeypatch.setattr(resubmit, "InputSpec", SimpleNamespace(from_json=lambda value: None))  # the run has no input
-    monkeypatch.setattr(resubmit, "check_input", lambda spec: None)
+    monkeypatch.setattr(resubmit, "check_input", lambda spec, index: None)
     monkeypatch.setattr(resubmit, "refuse_other_columns", lambda plan: None)  # its workload cannot be built
     monkeypatch.setattr(resubmit, "contain_again", again)
     monkeypatch.setattr(resubmit, "check_image", lambda container: checked.append(("image", container)))
