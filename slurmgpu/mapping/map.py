@@ -127,9 +127,15 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         if known is None:
             told = {name: kind for name, kind in declared.items() if kind is not None}
             draft = with_columns(draft, {**learn_types(draft), **told})
-        if former is not None:
-            log.warning("%s", _about_former(former, draft))
-        submitted = submit_draft(draft, on_tick=telling(), inject=inject, background=background)
+        begun = None if former is None else _about_former(former, draft)
+        submitted = submit_draft(
+            draft,
+            on_tick=telling(),
+            inject=inject,
+            begun=begun,
+            background=background,
+            tell=lambda note: log.warning("%s", note),
+        )
         if known is None:
             remove_probe(draft)
     for note in submitted.outcome.notes if submitted.outcome else ():

@@ -81,12 +81,14 @@ def submit_draft(
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
     *,
+    begun: str | None = None,
     background: Background | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Submitted:
     """Make the run directory of a draft and submit it, in the process `background` if given.
 
     `inject` are faults on demand. `tell` gets the notes before anything starts; without it the outcome has them.
+    `begun` is a note that is true only if the scheduler takes the run: it comes after that.
     """
     submission = submission_of(draft, after, inject)
     executor = executor_named(submission.executor)
@@ -97,9 +99,15 @@ def submit_draft(
         try:
             draft.fill(run)
             notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan, draft.n_missing)]
+            last = [] if begun is None else [begun]
             if background is not None:
-                return Submitted(run, background.start(run, submission, notes))
+                return Submitted(run, background.start(run, submission, [*notes, *last]))
+            if not executor.queues:
+                notes, last = [*notes, *last], []
             outcome = start(run, lambda _: (submission, notes), lambda: on_tick(run), tell=tell)
+            if tell is not None:
+                for note in last:
+                    tell(note)
             if submission.after:
                 executor.wait_for(run, after)
             return Submitted(run, outcome)

@@ -1053,6 +1053,27 @@ def test_a_command_that_is_run_again_is_told_what_the_earlier_run_has(tmp_path, 
     assert f"{begun}-5: {earlier}-4 has the same program and items, but other code: count.sh changed" in again("x")
 
 
+def test_an_earlier_run_is_told_of_only_once_the_scheduler_has_taken_the_next(tmp_path, slurmgpu):
+    """It says that all items are computed, which they are not if the scheduler refuses the run."""
+    (tmp_path / "a.jsonl").write_text('{"n": 7}\n')
+    (tmp_path / "bin").mkdir()
+    sbatch = 'test "$1" = --version || { echo "$SAID" >&2; echo "$SAID"; exit "$CODE"; }'
+    for name, code in {"sbatch": sbatch, "scontrol": "", "squeue": "", "scancel": ""}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def again(executor, expect, code=1, said="no such account"):
+        given = ("--each", "a.jsonl", "--col", "n:int64", "--gpus", "0", "--executor", executor)
+        told = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CODE": str(code), "SAID": said}
+        return slurmgpu("run", *given, "--", "echo", "{n}", cwd=tmp_path, expect=expect, **told).stderr
+
+    again("local", 0)
+    refused = again("slurm", 2)
+    assert "no such account" in refused
+    assert "This run computes all items" not in refused
+    assert "This run computes all items" in again("slurm", 0, code=0, said="Submitted batch job 7")
+
+
 def test_an_earlier_run_that_cannot_be_read_stands_in_nobodys_way(tmp_path, project, monkeypatch):
     with draft_run(project() / "slurmgpu.toml") as draft:
         create_run(tmp_path / "count", draft.plan, draft.items.files)

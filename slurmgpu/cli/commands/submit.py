@@ -77,8 +77,7 @@ def submit(
             return show_draft(draft, others, origins(run_file, overrides), as_json=as_json, inject=inject)
         for line in (*draft.notes, *draft.plan.placement):
             say(line)
-        if earlier is not None:
-            say(_about_earlier(earlier, draft))
+        begun = None if earlier is None else _about_earlier(earlier, draft)
         if probe is not None:
             submission_of(draft, others, inject)  # finds errors before the probe
             estimate = _probe(draft, probe, as_json=as_json)
@@ -87,7 +86,7 @@ def submit(
                     result_json({**estimate, "submitted": None})
                 return EXIT_INCOMPLETE if estimate["failure"] else EXIT_COMPLETE
         with following(draft.run_dir, draft.plan.n_items) as follow:
-            made = submit_draft(draft, others, follow.run, inject, tell=say)
+            made = submit_draft(draft, others, follow.run, inject, begun=begun, tell=say)
     assert made.outcome is not None
     code, told = conclude(made.run, made.outcome, wait=wait, as_json=as_json)
     if as_json:
