@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,12 +44,13 @@ log = logging.getLogger(__name__)
 class RunHandle:
     """A submitted run. It holds no resources; any number of handles may refer to the same run.
 
-    `run["text"][:]` waits for the merge, and reads a column; a warning says how many values are blank because their
-    items failed.
+    `run["text"][:]` waits for the merge, and reads a column; the first time, a warning says how many values are blank
+    because their items failed.
     """
 
     run: Run
     outcome: Outcome | None = None
+    _warned: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         return hash(self.folder)
@@ -64,9 +65,10 @@ class RunHandle:
                 f"ended results().row(number)."
             )
         merged = self.results()
-        if n_failed := int(merged.failed.sum()):
+        if (n_failed := int(merged.failed.sum())) not in (0, *self._warned):
+            self._warned.add(n_failed)
             failed = count_of(n_failed, "item")
-            log.warning("%s: %s failed; their values in %r are blank. results().errors says why.", self, failed, name)
+            log.warning("%s: %s failed; their values are blank. results().errors says why.", self, failed)
         return merged[name]
 
     @property

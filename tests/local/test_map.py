@@ -102,8 +102,10 @@ def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item(capl
     )
     assert found[5][1] == "item_error: five is said to fail"
     assert run["n"][:3].tolist() == [0, 3, 6]
-    assert "triple: 20 items>: 3 items failed; their values in 'n' are blank." in caplog.text
+    assert "triple: 20 items>: 3 items failed; their values are blank." in caplog.text
     assert run["n"].dtype == "int64"
+    assert run["text"][:2] == ["even", "odd"]
+    assert caplog.text.count("are blank") == 1
     with pytest.raises(
         TypeError, match=r"0 is not a column's name; .* rows\(\) for rows, .* results\(\).row\(number\)"
     ):
