@@ -35,14 +35,20 @@ def load_class(full_name: str, search_path: Path) -> type:
             f"a run file: slurmgpu.map({class_name}, items), where items may be the path of the input."
         )
     if not isinstance(found, type):
-        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        callable_ones = [name for name in classes if "__call__" in _members(vars(module)[name])]  # Text, say, is not
+        classes = classes_in(module)
+        callable_ones = [name for name, value in classes.items() if "__call__" in _members(value)]
         raise SlurmGPUError(
             f"{module_name} has no class {class_name!r}." + did_you_mean(class_name, callable_ones or classes)
         )
     if "__call__" not in _members(found):
         raise SlurmGPUError(f"{title_of(full_name)}: the class has no method '__call__', which every workload needs.")
     return found
+
+
+def classes_in(module: ModuleType) -> dict[str, type]:
+    """The classes of a module by name: its own, without imported ones such as Text; all if it has none of its own."""
+    found = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    return {name: value for name, value in found.items() if value.__module__ == module.__name__} or found
 
 
 def import_named(module: str) -> ModuleType:

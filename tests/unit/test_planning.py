@@ -370,7 +370,9 @@ def test_imported_classes_that_compute_nothing_are_named_to_nobody(project):
     )
     assert refused(folder, workload={"use": "mine.py:X"}).endswith("has no class 'X'. Known: W.")
     (folder / "its.py").write_text("from slurmgpu import Text\nclass W: ...\n")
-    assert refused(folder, workload={"use": "its.py:X"}).endswith("has no class 'X'. Known: Text, W.")
+    assert refused(folder, workload={"use": "its.py:X"}).endswith("has no class 'X'. Known: W.")
+    (folder / "theirs.py").write_text("from mine import W\n")
+    assert refused(folder, workload={"use": "theirs.py:X"}).endswith("has no class 'X'. Known: W.")
 
 
 @pytest.mark.parametrize(

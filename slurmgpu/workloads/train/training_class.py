@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.loader.modules import import_named
+from slurmgpu.loader.modules import classes_in, import_named
 from slurmgpu.loader.names import with_whole_path
 from slurmgpu.training.user_methods import CALLED_WITH, NEEDED, as_called
 from slurmgpu.workloads.user_code import located
@@ -117,8 +117,7 @@ def load_class(full_name: str) -> type[Any]:
         imported = import_named(module)
     found = getattr(imported, name, None)
     if not isinstance(found, type):
-        classes = [name for name, value in vars(imported).items() if isinstance(value, type)]
-        raise SlurmGPUError(f"{module} has no class {name!r}.{did_you_mean(name, classes)}")
+        raise SlurmGPUError(f"{module} has no class {name!r}.{did_you_mean(name, classes_in(imported))}")
     return found
 
 
