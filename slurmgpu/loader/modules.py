@@ -17,6 +17,7 @@ from slurmgpu.code.imported_modules import note_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.loader.names import title_of
 from slurmgpu.util.exceptions import described
+from slurmgpu.workload import Workload
 
 
 def load_class(full_name: str, search_path: Path) -> type:
@@ -124,5 +125,6 @@ def _import_of_workload(name: str) -> ModuleType:
 
 
 def _members(cls: type) -> set[str]:
-    # `callable(getattr(cls, "__call__"))` is true for every class, through its metaclass.
-    return {name for base in cls.__mro__ if base is not object for name in vars(base)}
+    # `callable(getattr(cls, "__call__"))` is true for every class, through its metaclass. The protocol's method
+    # computes nothing.
+    return {name for base in cls.__mro__ if base not in (object, Workload) for name in vars(base)}

@@ -430,9 +430,11 @@ def test_columns_that_cannot_be_stored_are_refused(project, columns, said):
     assert said in refused(folder)
 
 
-def test_a_workload_without_call_is_refused(project):
+@pytest.mark.parametrize("derived", ["", "(slurmgpu.Workload)"])
+def test_a_workload_without_call_is_refused(project, derived):
     folder = project(workload="Broken")
     source = (folder / "workloads.py").read_text().replace("def __call__(", "def call(")
+    source = "import slurmgpu\n" + source.replace("class Broken", f"class Broken{derived}")
     (folder / "workloads.py").write_text(source)
     assert "no method '__call__'" in refused(folder)
 
