@@ -19,6 +19,7 @@ import typer
 import slurmgpu
 from slurmgpu.cli import exit_codes
 from slurmgpu.cli.app import app
+from slurmgpu.containers.settings import ContainerRecord, Identity
 from slurmgpu.llm import settings
 from slurmgpu.llm.interface.engine import Sampling
 from slurmgpu.loader.names import BUILT_IN
@@ -298,6 +299,7 @@ def written(tmp_path_factory, slurmgpu):
         "takeover": task.record["takeovers"][0],
         "report": report,
         "list": json.loads(call("list", "--json")),
+        "logs": json.loads(call("logs", "run", "--json")),
         "show": json.loads(call("show", "run", "--json")),
         "comparison": json.loads(call("compare", "run", "run", "--json")),
         "status": json.loads(call("status", "run", "--json")),
@@ -311,6 +313,9 @@ KEYS = {
     "cli.md: JSON of a probe": lambda written: written["forecast"],
     "cli.md: probe of a forecast": lambda written: written["forecast"]["probe"],
     "files.md: run.json": lambda written: written["plan"],
+    "files.md: container of run.json": lambda written: (
+        {*ContainerRecord.__annotations__, *Identity.__annotations__} - set(ContainerTable.model_fields)
+    ),
     "files.md: input of run.json": lambda written: {**written["plan"]["input"], **written["plan"]["input"]["files"][0]},
     "files.md: submissions.jsonl": lambda written: {key for line in written["lines"] for key in line} | ON_SLURM_ONLY,
     "files.md: claims/": lambda written: {field.name for field in fields(Claim)},
@@ -339,6 +344,9 @@ KEYS = {
     "report.md: pace": lambda written: written["status"]["pace"],
     "report.md: queue": lambda written: QueuedJob("7", "PENDING", "", "", "", "").to_json(False, 4),
     "report.md: attempts of a status": lambda written: written["status"]["attempts"][0],
+    "report.md: slurmgpu logs --json": lambda written: written["logs"],
+    "report.md: attempts of the logs": lambda written: written["logs"]["attempts"][0],
+    "report.md: files of the logs": lambda written: written["logs"]["attempts"][0]["files"][0],
 }
 
 
