@@ -176,7 +176,16 @@ class Submission:
     @property
     def whole_gpus_per_task(self) -> int:
         """The GPUs that Slurm is asked for: none if each task gets a part of one, or all GPUs of its node."""
+        if named := gpus_in_gres(self.slurm):
+            return sum(n for _, n in named) * self.nodes_per_task
         return 0 if self.shares_gpus or self.slurm.get("gres") == NO_GRES else self.gpus_per_task
+
+    @property
+    def type_of_gpus(self) -> str | None:
+        """The type of GPU that Slurm is asked for, in `gres` of [slurm] or by `gpu_type`; None for any, or several."""
+        if named := gpus_in_gres(self.slurm):
+            return named[0][0] if len(named) == 1 else None
+        return self.gpu_type
 
     @property
     def gpus_per_node(self) -> int:
@@ -195,8 +204,8 @@ class Submission:
 
     @property
     def gpus_per_job(self) -> int:
-        """The GPUs of a job's tasks together."""
-        return self.gpus_per_task * self.tasks_per_node
+        """The GPUs that Slurm is asked for by a job, for all of its tasks together; 0 as for `whole_gpus_per_task`."""
+        return self.whole_gpus_per_task * self.tasks_per_node
 
     def sharing_nodes(self, most: int) -> Submission:
         """The submission with up to `most` tasks in a job: as few jobs at once as that needs, each with as many.
@@ -242,6 +251,12 @@ def shares_gpus(options: Mapping[str, Any]) -> bool:
     """Whether `gres` of [slurm] asks for a part of a GPU for each task, by shards or MPS, not for whole ones."""
     names = gres_names(options)
     return bool(names & {"shard", "mps"}) and "gpu" not in names
+
+
+def gpus_in_gres(options: Mapping[str, Any]) -> list[tuple[str | None, int]]:
+    """The type and the number of GPUs in each part of `gres` of [slurm] that names some, as in "gpu:a100:2"."""
+    found = re.findall(r"(?:^|,)\s*gpu(?::([^:,]*[^\d:,][^:,]*))?(?::(\d+))?\s*(?=,|$)", str(options.get("gres") or ""))
+    return [(kind or None, int(count or 1)) for kind, count in found]
 
 
 def gres_names(options: Mapping[str, Any]) -> set[str]:

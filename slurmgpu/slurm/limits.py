@@ -189,7 +189,7 @@ def _held(rule: Rule, sources: Sequence[Source], submission: Submission) -> list
         return _deciding(rule, sources)
     if not submission.whole_gpus_per_task:
         return []
-    kinds = [GPU, f"{GPU}:{submission.gpu_type}"] if submission.gpu_type else [GPU]
+    kinds = [GPU, f"{GPU}:{submission.type_of_gpus}"] if submission.type_of_gpus else [GPU]
     found: dict[tuple[str, str], Held] = {}
     for held in (held for tres in kinds for held in _deciding(rule, sources, tres)):
         known = found.setdefault((held.source.name, held.key), held)
@@ -229,7 +229,7 @@ def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts,
     if name not in facts.nodes:
         return
     counts = gpus_of_nodes(asked, facts, name)
-    what = f"{asked.gpu_type} GPUs" if asked.gpu_type else "GPUs"
+    what = f"{asked.type_of_gpus} GPUs" if asked.type_of_gpus else "GPUs"
     most, per_node = max(counts, default=0), asked.gpus_per_node
     n_nodes = sum(count >= per_node for count in counts)
     if are_given_whole(asked, partition):

@@ -30,7 +30,7 @@ def _tasks_of_nodes(submission: Submission, facts: Facts, partition: str) -> lis
 
 def _tasks_of_node(submission: Submission, node: Node) -> int:
     """How many tasks fit on a node."""
-    options, per_task, n_gpus = submission.slurm, submission.gpus_per_task, _gpus_of(node, submission)
+    options, per_task, n_gpus = submission.slurm, submission.whole_gpus_per_task, _gpus_of(node, submission)
     cpus = cpus_of(submission) or 1
     asked = (("mem", 1), ("mem_per_cpu", cpus), ("mem_per_gpu", per_task))
     memory = next((math.ceil(megabytes_of(str(options[name])) or 0) * n for name, n in asked if options.get(name)), 0)
@@ -92,7 +92,8 @@ def gpus_of_nodes(submission: Submission, facts: Facts, partition: str) -> list[
 
 
 def _gpus_of(node: Node, submission: Submission) -> int:
-    return node.gpus.get(submission.gpu_type, 0) if submission.gpu_type else sum(node.gpus.values())
+    kind = submission.type_of_gpus
+    return node.gpus.get(kind, 0) if kind else sum(node.gpus.values())
 
 
 def idle_gpus(submission: Submission, facts: Facts) -> list[str]:

@@ -86,6 +86,23 @@ def test_a_walltime_without_end_is_none(text):
             "8 of its tasks run at once, the others pend (Resources)",
         ),
         (submission(gpus=8), {}, "GPUs of a node of partition gpu", "sbatch refuses it: no node has 8"),
+        *[
+            (submission(gres=gres), known, name, then)
+            for gres, known, name, then in [
+                ("gpu:8", {}, "GPUs of a node of partition gpu", "sbatch refuses it: no node has 8"),
+                ("gpu:h100:1", {}, "h100 GPUs of a node of partition gpu", "sbatch refuses it: no node has 1"),
+                ("lscratch:50,gpu:a100", {}, "a100 GPUs of a node of partition gpu", ""),
+                ("gpu:a100:1,gpu:h100:4", {}, "GPUs of a node of partition gpu", "sbatch refuses it: no node has 5"),
+                (
+                    "gpu:2",
+                    {"qos": {"MaxTRESPerJob": "gres/gpu=1"}},
+                    "MaxTRESPerJob of QOS normal",
+                    "pends for ever (QOSMaxGRESPerJob)",
+                ),
+                ("gpumem:20g", {}, "GPUs of a node of partition gpu", ""),
+                ("shard:1", {}, "GPUs of a node of partition gpu", None),
+            ]
+        ],
         (submission(), {"qos": {"MaxWall": "01:00:00"}}, "MaxWall of QOS normal", ""),
         (
             submission(time="90"),
