@@ -11,7 +11,7 @@ from typing import TypedDict
 from slurmgpu.run.frozen_plan import SPARE_SHARE, Plan
 from slurmgpu.run.records import Record
 from slurmgpu.run.submissions import Submission, megabytes_of
-from slurmgpu.util.amounts import about, size_of, time_words
+from slurmgpu.util.amounts import about, size_of, slurm_size, time_words
 
 FORECAST_FORMAT = "slurmgpu forecast"
 FORECAST_VERSION = 1
@@ -304,7 +304,7 @@ def _on_memory(submission: Submission, seen: Observed) -> list[str]:
     if not host_peak or not host_total:
         return notes
     share = host_peak / host_total
-    peak, total = size_of(host_peak), size_of(host_total)
+    peak, total = slurm_size(host_peak), slurm_size(host_total)
     n_enough = max(1, math.ceil(1.5 * host_peak / 1024**3))
     enough = f"{n_enough}G"
     asked = megabytes_of(str(submission.slurm.get("mem")))  # 0 is all memory

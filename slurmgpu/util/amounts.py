@@ -110,6 +110,12 @@ def size_of(size: int) -> str:
     return f"{value:,.0f} TB" if value >= 999.5 else f"{value:.3g} TB"
 
 
+def slurm_size(size_bytes: int) -> str:
+    """A number of bytes to three digits as Slurm counts memory, for comparisons with `mem`: "15.5G" of 1024³ bytes."""
+    value, unit = (size_bytes / 1024**3, "G") if size_bytes >= 1024**3 else (size_bytes / 1024**2, "M")
+    return f"{value:.3g}{unit}" if value < 1000 else f"{value:.0f}{unit}"
+
+
 def gb(size_bytes: float) -> str:
     """A number of bytes in GB, or in MB if there are few."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

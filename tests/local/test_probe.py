@@ -205,6 +205,12 @@ def test_each_further_walltime_of_a_slot_pays_for_another_start():
         (observed(n_errors=3), {}, "3 of 48 items of the probe failed"),
         (observed(gpu_peak_bytes=79 * 10**9, gpu_total_bytes=85 * 10**9), {}, "GPU memory is nearly full: 79 GB"),
         (observed(host_peak_bytes=95 * 10**8, host_total_bytes=10**10), {}, 'mem = "14G"'),
+        (
+            observed(host_peak_bytes=15 << 30, host_total_bytes=16 << 30),
+            {},
+            "is nearly full: 15G of 16G. mem",
+        ),  # as asked
+        (observed(host_peak_bytes=990 << 20, host_total_bytes=1023 << 20), {}, "is nearly full: 990M of 1023M. mem"),
         (observed(host_peak_bytes=10**9, host_total_bytes=10**10), {"mem": "10G"}, 'mem = "2G"'),
     ],
 )

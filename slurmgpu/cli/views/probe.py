@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.cli.console import say, wide_console
-from slurmgpu.util.amounts import about, count_of, digits, size_of, time_words
+from slurmgpu.util.amounts import about, count_of, digits, size_of, slurm_size, time_words
 
 WORTH_SAYING = 0.2
 """The first batch is reported as slower if it takes longer by more than this share of a batch's time."""
@@ -97,12 +97,12 @@ def without_probe(argv: Sequence[str]) -> str:
 
 def _memory(probe: Mapping[str, Any]) -> str:
     parts = []
-    for what, peak, total in (
-        ("GPU", probe["gpu_peak_bytes"], probe["gpu_total_bytes"]),
-        ("host", probe["host_peak_bytes"], probe["host_total_bytes"]),
+    for what, peak, total, in_words in (
+        ("GPU", probe["gpu_peak_bytes"], probe["gpu_total_bytes"], size_of),
+        ("host", probe["host_peak_bytes"], probe["host_total_bytes"], slurm_size),
     ):
         if peak:
-            parts.append(f"{what} {size_of(peak)}{f' of {size_of(total)}' if total else ''}")
+            parts.append(f"{what} {in_words(peak)}{f' of {in_words(total)}' if total else ''}")
     return ", ".join(parts) or "not known"
 
 
