@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slurmgpu.report.attempts import AttemptRow, attempts_of, of_last_submission, ran_out_of_memory
 from slurmgpu.report.report_file import bad_nodes
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.run.submissions import SubmissionLine, megabytes_of
+from slurmgpu.run.submissions import Submission, SubmissionLine, megabytes_of
+from slurmgpu.slurm import facts, nodes
 from slurmgpu.slurm.accounting import accounting_of
 from slurmgpu.slurm.limits import MEMORY_OPTIONS
 
@@ -29,7 +31,9 @@ def learn(
     records = (record for record in run.attempts() if record["submission"] == last["submission"])
     of_items = {kind for record in records for _, errors in record["failed"] for kind in errors}
     if ran_out_of_memory(attempts, of_items) and not MEMORY_OPTIONS & set(given):
-        options, note = _with_more_memory(options, attempts, _factor(last, n_tasks), by_hand=bool(last.get("by_hand")))
+        if last.get("by_hand") and _had(attempts):  # the script may ask for another amount than the run file
+            options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
+        options, note = _with_more_memory(options, attempts, _factor(last, n_tasks), lambda asked: _room(asked, last))
         notes.append(note)
     return options, exclude, notes
 
@@ -65,12 +69,18 @@ def _factor(last: SubmissionLine, n_tasks: int) -> float:
     return max(MEMORY_FACTOR, before / min(before, n_tasks))
 
 
+def _had(attempts: Sequence[AttemptRow]) -> int:
+    """The most memory that one of these attempts had, in MB; 0 if it is not known."""
+    return max((a["memory_mb"] or 0 for a in attempts), default=0)
+
+
 def _with_more_memory(
-    options: Mapping[str, Any], attempts: list[AttemptRow], factor: float, *, by_hand: bool
+    options: Mapping[str, Any],
+    attempts: Sequence[AttemptRow],
+    factor: float,
+    room: Callable[[Mapping[str, Any]], float],
 ) -> tuple[dict[str, Any], str]:
-    had = max((a["memory_mb"] or 0 for a in attempts), default=0)
-    if by_hand and had:  # the script may ask for another amount than the run file
-        options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
+    """The options with `factor` times the memory, and a sentence; `room` as in `_room`."""
     for name in sorted(MEMORY_OPTIONS):
         if options.get(name, False) is not False:
             megabytes = megabytes_of(str(options[name]))
@@ -82,11 +92,39 @@ def _with_more_memory(
             if not megabytes:
                 note = f"Memory ran out, and {name} = {options[name]} is all memory of a node: ask for larger nodes."
                 return dict(options), note
-            # In whole megabytes: 1.5 times 1G is no whole number of G.
-            more = f"{int(megabytes * factor)}M"
-            return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."
-    if not had:
-        note = "Memory ran out, but the amount is unknown: set mem in [slurm], or --slurm mem=…"
-        return dict(options), note
-    more = f"{int(had * factor)}M"
-    return {**options, "mem": more}, f"Memory ran out: mem is {more} instead of {had}M."
+            return _raised(options, name, megabytes, str(options[name]), factor, room)
+    if had := _had(attempts):
+        return _raised(options, "mem", had, f"{had}M", factor, room)
+    note = "Memory ran out, but the amount is unknown: set mem in [slurm], or --slurm mem=…"
+    return dict(options), note
+
+
+def _raised(
+    options: Mapping[str, Any],
+    name: str,
+    before_mb: float,
+    before: str,
+    factor: float,
+    room: Callable[[Mapping[str, Any]], float],
+) -> tuple[dict[str, Any], str]:
+    """The options with `factor` times as much of one kind of memory, or as much as a node gives; and a sentence."""
+    more = int(before_mb * factor)  # in whole megabytes: 1.5 times 1G is no whole number of G
+    most = int(more * min(1.0, room({**options, name: f"{more}M"})))
+    if most <= before_mb:
+        larger = "ask for larger nodes, as by --slurm partition=…"
+        return dict(options), f"Memory ran out, and {name} = {before} is all that the largest node gives: {larger}"
+    at_most = "" if most == more else ", as much as the largest node gives"
+    return {**options, name: f"{most}M"}, f"Memory ran out: {name} is {most}M instead of {before}{at_most}."
+
+
+def _room(options: Mapping[str, Any], last: SubmissionLine) -> float:
+    """How many times the memory that a job asks for the largest node of its partitions has; infinite if unknown."""
+    n_tasks = last["resources"].get("tasks_per_node") or 1
+    job = Submission(
+        last["submission"], last["executor"], last["device"], n_tasks, n_tasks, last["gpus_per_task"],
+        last["gpu_type"], last["nodes_per_task"], n_tasks, options,
+    )  # fmt: skip
+    asked, known = nodes.memory_per_node(job), facts.read_nodes()
+    rows = nodes.partitions_of(job, known)
+    sizes = [size for row in rows for _, size in nodes.sizes_of_nodes(job, known, row["PartitionName"])]
+    return max(sizes) / asked if sizes and asked else math.inf

@@ -71,11 +71,8 @@ def read_facts(config: Mapping[str, str], account: str | None = None, *, with_no
     `config` is what `commands.configuration` answered. Without `with_nodes`, these are asked for only where a partition
     gives whole ones, whose GPUs may idle.
     """
-    facts = Facts(config=config)
+    facts = read_nodes(config, always=with_nodes)
     notes = facts.notes
-    facts.partitions = _asked("Limits of partitions are", _partitions, {}, notes)
-    if with_nodes or any(whole_nodes(row) for row in facts.partitions.values()):
-        facts.nodes = _asked("GPUs of partitions are", lambda: _nodes(facts.partitions), {}, notes)
     enforced = facts.config.get("AccountingStorageEnforce", "limits")
     if not re.search("limits|safe", enforced):
         notes.append(f"Limits of QOSes and associations are not enforced here: AccountingStorageEnforce = {enforced}.")
@@ -85,6 +82,15 @@ def read_facts(config: Mapping[str, str], account: str | None = None, *, with_no
     known = _asked(what, lambda: _accounting(facts.user, account, cluster), None, notes)
     if known is not None:
         facts.default_account, facts.associations, facts.qos = known
+    return facts
+
+
+def read_nodes(config: Mapping[str, str] | None = None, *, always: bool = True) -> Facts:
+    """Ask scontrol for partitions and their nodes; for nodes `always`, or only where a partition gives whole ones."""
+    facts = Facts(config=config or {})
+    facts.partitions = _asked("Limits of partitions are", _partitions, {}, facts.notes)
+    if always or any(whole_nodes(row) for row in facts.partitions.values()):
+        facts.nodes = _asked("GPUs of partitions are", lambda: _nodes(facts.partitions), {}, facts.notes)
     return facts
 
 

@@ -5,6 +5,8 @@ import pytest
 from slurmgpu.executors import slurm_adjustments, submission
 from slurmgpu.report.outcomes import Accounted
 from slurmgpu.report.report_file import retriable
+from slurmgpu.slurm import facts
+from slurmgpu.slurm.facts import Facts, Node
 from tests.files.test_status import change, report_of, submit_again
 from tests.support.pretend_runs import BEGIN, pretend_run
 
@@ -47,6 +49,26 @@ def test_memory_in_any_of_slurms_units_is_raised_by_half(ran_out, mem, more):
     options, _, notes = slurm_adjustments.learn(ran_out, ran_out.last_submission(), {"mem": mem}, {}, 1)
     assert options == {"mem": more}
     assert notes == [f"Memory ran out: mem is {more} instead of {mem}."]
+
+
+@pytest.mark.parametrize(
+    ("options", "has_mb", "asks", "said"),
+    [
+        ({"mem": "4G"}, 6144, "6144M", "mem is 6144M instead of 4G."),
+        ({"mem": "4G"}, 5000, "5000M", "mem is 5000M instead of 4G, as much as the largest node gives."),
+        ({"mem": "4G"}, 4096, "4G", "mem = 4G is all that the largest node gives: ask for larger nodes, as by --slurm"),
+        ({"mem_per_cpu": "1G", "cpus_per_task": 4}, 5000, "1250M", "mem_per_cpu is 1250M instead of 1G, as much as"),
+        ({"mem": "4G", "partition": "other"}, 5000, "6144M", "mem is 6144M instead of 4G."),  # its nodes are not known
+    ],
+)
+def test_no_more_memory_is_asked_for_than_the_largest_node_has(ran_out, monkeypatch, options, has_mb, asks, said):
+    """sbatch would refuse the job, and a merge job that resubmits would be the first to know."""
+    sizes = [Node({"a100": 8}, 64, 2000), Node({"a100": 8}, 64, has_mb), Node({}, 64, 90_000)]
+    known = Facts(partitions={"gpu": {"PartitionName": "gpu", "Default": "YES"}}, nodes={"gpu": sizes})
+    monkeypatch.setattr(facts, "read_nodes", lambda: known)
+    found, _, [note] = slurm_adjustments.learn(ran_out, ran_out.last_submission(), options, {}, 1)
+    assert found[next(iter(options))] == asks
+    assert said in note
 
 
 @pytest.mark.parametrize(("n_tasks", "mem"), [(8, "750M"), (3, "750M"), (2, "1000M"), (1, "2000M")])
