@@ -35,7 +35,9 @@ from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.private import public
 from slurmgpu.run.records import Record, Unread
 from slurmgpu.run.submissions import SubmissionLine, is_slurms
+from slurmgpu.run.telemetry_log import energy_of
 from slurmgpu.util.redact import hidden
+from slurmgpu.util.shared_files import list_entries
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ def build_report(
     records = _with_unrecorded(run, records, published)
     attempts = rows_of(run, records, left_out, accounting, may_live=may_live)
     _enter_spent(attempts, records, published)
+    _enter_energy(run, attempts)
     missing = _holes(run, joined)
     n_rows = 0 if joined is None else joined.n_rows
     complete = n_rows == plan.n_items
@@ -181,6 +184,21 @@ def _enter_spent(attempts: Sequence[AttemptRow], records: Sequence[Record], publ
     for row in attempts:
         if record := known.get(row["attempt"]):
             row["spent"] = spent(record, row["seconds"], row["failure"], counts)
+
+
+def _enter_energy(run: Run, attempts: Sequence[AttemptRow]) -> None:
+    """Add what the GPUs of an attempt's other nodes used, which only the files of their samples tell."""
+    if all(row["n_nodes"] == 1 for row in attempts):
+        return
+    others: dict[str, list[float]] = {}
+    for entry in list_entries(run.folder / "telemetry"):
+        attempt, is_other, _ = entry.name.partition(".node")
+        if is_other and (energy_j := energy_of(Path(entry.path))) is not None:
+            others.setdefault(attempt, []).append(energy_j)
+    for row in attempts:
+        if own := others.get(row["attempt"]):
+            known = row["usage"].get("energy_j") or 0.0
+            row["usage"] = {**row["usage"], "energy_j": round(known + sum(own), 1)}
 
 
 def _code(run: Run, stretches: Sequence[Stretch]) -> list[CodeRows]:

@@ -107,6 +107,31 @@ def some_samples(path: Path, n_samples: int, damaged: set[Path]) -> list[Sample]
             damaged.add(path)
 
 
+def energy_of(path: Path) -> float | None:
+    """The joules of a file's GPUs from its first sample to its last, after the last change of GPUs; None if unknown."""
+    try:
+        with open_file(path) as file:
+            lines = file.read().split(b"\n")
+    except OSError as error:
+        log.debug("%s cannot be read: %s", path, error)
+        return None
+    begin = max((number for number, line in enumerate(lines) if b'"gpu_values"' in line), default=0)
+    ends = [_energies(lines[begin], order) for order in (lines[begin + 1 :], lines[:begin:-1])]
+    grown = [last - first for first, last in zip(*ends, strict=False) if first is not None and last is not None]
+    return sum(grown) if grown else None
+
+
+def _energies(header: bytes, lines: Iterable[bytes]) -> list[float | None]:
+    """The joules of each GPU in the first of the lines that is a sample; [] without one."""
+    for line in lines:
+        try:
+            place = json.loads(header)["gpu_values"].index("energy_j")
+            return [None if gpu[place] is None else float(gpu[place]) for gpu in json.loads(line)["gpus"]]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
+            continue
+    return []
+
+
 def _line_after(file: int, place: int) -> bytes:
     """The first line that begins after a place of a file."""
     for n_bytes in (4 * LINE_BYTES, TAIL_BYTES):

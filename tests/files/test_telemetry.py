@@ -14,6 +14,7 @@ import pytest
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.containers import image_name
 from slurmgpu.run.directory import Run
+from slurmgpu.run.telemetry_log import energy_of, telemetry_path
 from slurmgpu.task import telemetry
 from slurmgpu.task.telemetry import Sampler
 from slurmgpu.util import env_info
@@ -518,6 +519,25 @@ def test_the_report_shows_what_attempts_used_where_it_is_known(run, capsys):
     assert row[-5:-2] == ["3", "60.0", "2.0"]
     show_report(reported(run, usage={}))
     assert "host GB" not in capsys.readouterr().out
+
+
+def test_the_energy_of_an_attempt_is_that_of_all_its_nodes(run, nvml):
+    first, second = FakeCard("GPU-aa"), FakeCard("GPU-bb")
+    nvml(first, second)
+    [record] = run.attempts()
+    path = telemetry_path(run.folder, record["attempt"], 1)
+    with Sampler(path, None, 60, lambda: None):
+        sampled(path, 1)
+        first.values["TotalEnergyConsumption"] += 30_000
+        second.values["TotalEnergyConsumption"] += 500
+    with path.open("a") as file:
+        file.write("[1\n{}\n{")  # damaged, and not a sample, and not whole
+    for n_nodes, energy_j in ((1, 12.5), (2, 43.0)):
+        report = reported(run, n_gpus=2, n_nodes=n_nodes, device="auto", usage={**USED, "energy_j": 12.5})
+        assert report["attempts"][0]["usage"]["energy_j"] == energy_j
+        assert report["ledger"]["energy_kwh"] == round(energy_j / 3.6e6, 6)
+    path.write_text("")
+    assert energy_of(path) is None
 
 
 def test_an_older_driver_counts_what_it_reserves_as_used(nvml):
