@@ -10,7 +10,7 @@ import pytest
 
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.answers.metrics import best_of, vote_weights
+from slurmgpu.llm.answers.metrics import best_of, vote, vote_weights
 from slurmgpu.llm.interface.engine import Output
 from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
@@ -117,6 +117,16 @@ def test_paths_of_a_tree_vote_by_the_samples_that_they_stand_for():
     assert row["accuracy"] == pytest.approx(float(Fraction(4, 7)))
     row = row_of(samples, {"paths": paths}, scored_by({"7": 0.1, "8": 0.1, "b 8": 0.1}))
     assert (row["vote"], row["accuracy"]) == ("8", pytest.approx(1 / 3))
+
+
+def test_a_third_and_three_ninths_are_a_tie_also_in_the_float32_of_weights():
+    samples = Samples("paths", OWN, open_checker("numeric"))
+    paths = [{"text": text, "correct": False} for text in ("8", "7", "8", "8", "9", "9", "9")]
+    weights = np.array([1 / 9, 1 / 3, *[1 / 9] * 5], np.float32).tolist()
+    row = row_of(samples, {"paths": paths, "weights": weights}, scored_by(dict.fromkeys("789", 0.1)))
+    assert (row["vote"], row["weighted_vote"]) == ("8", "8")
+    assert vote(["a", "b"], [-2.0, -1.0]) == 1
+    assert vote([None, None], [0.5, 0.5]) == -1
 
 
 @pytest.mark.parametrize("reference", ["answer", None])
