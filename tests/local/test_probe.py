@@ -150,7 +150,7 @@ def test_the_range_covers_the_mean_as_often_as_it_says():
         ([10.0] * 50, 9.5, 10.5),
         ([4.0, 10.0, 10.0, 16.0], 4.0, 10 + 3.18 * 24**0.5 / 2),
         ([8.0, 12.0] * 9, 10 - 2.11 * 2 / 17**0.5, 10 + 2.11 * 2 / 17**0.5),
-        ([8.0, 12.0] * 10, 10 - 2.0 * 2 / 19**0.5, 10 + 2.0 * 2 / 19**0.5),
+        ([8.0, 12.0] * 10, 10 - 2.09158 * 2 / 19**0.5, 10 + 2.09158 * 2 / 19**0.5),
     ],
 )
 def test_the_fewer_the_batches_the_wider_the_range_and_even_of_many_alike_it_is_one(batch_s, low, high):
