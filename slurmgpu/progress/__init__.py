@@ -60,7 +60,7 @@ def in_words(status: Status) -> str:
     """A status in a line: `1,024 of 4,096 items, 3 failed; running, 2 tasks`."""
     n_failed = sum(status["errors_by_class"].values())
     failed = f", {n_failed:,} failed" if n_failed else ""
-    running = sum(attempt["state"] != "ended" for attempt in status["attempts"])
+    running = sum(attempt["state"] != "ended" and not attempt["silent"] for attempt in status["attempts"])
     return (
         f"{status['n_items_done']:,} of {count_of(status['n_items'], 'item')}{failed}; "
         f"{status['state']}, {count_of(running, 'task')}"

@@ -10,6 +10,8 @@ import pytest
 from rich.console import Console
 
 from slurmgpu.cli.views import run_list
+from slurmgpu.report.status import read_status
+from slurmgpu.run.recompute import Again, Recompute, write_recompute
 from tests.support import pretend_runs
 from tests.support.pretend_runs import pretend_run, reported, write_merged_head
 from tests.support.unprivileged import unprivileged
@@ -54,6 +56,14 @@ def test_runs_are_listed_with_how_they_stand_the_last_active_first(folder, slurm
     assert "b/my run" in shown
     assert "100.0%" in shown
     assert "2 h ago" in shown
+
+
+def test_items_that_are_computed_again_are_not_done_in_the_list_either(folder):
+    run = ended(folder / "done")
+    assert rows(folder)["done"]["n_items_done"] == run.plan.n_items
+    run.record_submission({**run.submissions()[0], "submission": 2, "state": "queued"})
+    write_recompute(run.folder, Recompute(2, {0: Again(1, [(0, 3)])}))
+    assert rows(folder)["done"]["n_items_done"] == read_status(run)["n_items_done"] == run.plan.n_items - 3
 
 
 def test_a_run_that_is_asked_for_itself_has_its_name_and_a_probe_is_told_from_its_run(folder, slurmgpu):

@@ -49,11 +49,15 @@ def test_a_notebooks_line_changes_twice_a_second_at_most_and_has_the_end_at_once
             now[0] += later
             tell({**status, "n_items_done": n_done, "state": "running", "errors_by_class": {}})
         tell({**status, "n_items_done": 24, "state": "incomplete", "errors_by_class": errors})
+        dead = [{**each, "silent": True} for each in status["attempts"][:1]]
+        alive = status["attempts"][1:]
+        tell({**status, "n_items_done": 24, "state": "incomplete", "errors_by_class": {}, "attempts": dead + alive})
         tell({**status, "n_items_done": n_items, "state": "complete", "errors_by_class": {}, "attempts": []})
     assert [data["text/plain"] for data in shown] == [
         f"8 of {n_items:,} items; running, 2 tasks",
         f"16 of {n_items:,} items; running, 2 tasks",
         f"24 of {n_items:,} items, 1,002 failed; incomplete, 2 tasks",
+        f"24 of {n_items:,} items; incomplete, 1 task",
         f"{n_items:,} of {n_items:,} items; complete, 0 tasks",
     ]
     assert shown[0]["text/html"] == f'<progress value="8" max="{n_items}"></progress> {shown[0]["text/plain"]}'

@@ -220,11 +220,11 @@ def _enter_standing(row: Row, run: Run, queued: Queue | None) -> None:
         report, problem = None, str(error)
     lines = run.submissions()
     merged = is_final(lines) and has_every_row(read_merged_head(run.merged, PATIENCE_S), run.plan)
-    n_done = run.plan.n_items if merged else sum(b - a for a, b in map(run.plan.bounds, run.published()))
     if report is None or not is_told(lines, report["submissions"], queued):
         status = read_status(run, queued)
-        state, n_errors = status["state"], status["n_errors"]
+        state, n_done, n_errors = status["state"], status["n_items_done"], status["n_errors"]
     else:
+        n_done = run.plan.n_items if merged else sum(b - a for a, b in map(run.plan.bounds, run.published()))
         state, n_errors = "complete" if merged else "incomplete", report["n_errors"]
     row["n_items"], row["n_items_done"], row["problem"] = run.plan.n_items, n_done, problem
     row["state"], row["n_errors"], row["gpu_hours"] = state, n_errors, report["gpu_hours"] if report else None
