@@ -89,7 +89,7 @@ def init(
       tracin     the training examples that a prediction rests on
       train      a training for each configuration
       command    the rows that any program writes
-    """  # noqa: D301 - \b keeps the lines of a paragraph apart
+    """
     from slurmgpu.cli import templates
     from slurmgpu.cli.console import result
 
@@ -119,7 +119,7 @@ def submit(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given
       slurmgpu submit --executor local --limit 20         the first items
       slurmgpu submit -s slurm.time=01:00:00 -s lr=1e-4   keys and settings
       slurmgpu submit --executor local --inject crash@17  item 17 kills workers
-    """  # noqa: D301 - \b keeps the lines of a paragraph apart
+    """
     from slurmgpu.cli.commands import submit as submitting
 
     asked = {name: given[name] for name in options.SUBMITTING}
@@ -310,7 +310,7 @@ def show_rows(
       slurmgpu show runs/judge --random 5 --with-items       with their items
       slurmgpu show runs/judge --where "score > 0.9" -n 50   by a condition
       slurmgpu show runs/judge --failed --columns error      why items failed
-    """  # noqa: D301
+    """
     from slurmgpu.cli.commands import show
 
     wanted = show.Wanted(options.names(columns), where, items, failed, n_rows, n_random, seed, with_items)
@@ -341,7 +341,7 @@ def compare(
       slurmgpu compare runs/before runs/after
       slurmgpu compare runs/8b runs/70b --key id --columns answer
       slurmgpu compare runs/a100 runs/h100 --tolerance 1e-5
-    """  # noqa: D301
+    """
     from slurmgpu.cli.console import result_json
     from slurmgpu.cli.views.comparison import show_comparison
     from slurmgpu.merge.compare import compare as compare_runs
@@ -386,7 +386,7 @@ def export(
       slurmgpu export runs/judge -o good.csv --columns score --where "score > 0.5"
       slurmgpu export runs/judge -o both.csv --with-items  with their items
       slurmgpu export runs/judge -o scores --format hf     for load_dataset()
-    """  # noqa: D301
+    """
     from slurmgpu.cli.commands.export import export_rows, export_sweep_rows
 
     if (output is None) == (file is None):

@@ -57,7 +57,7 @@ def complete_folder(incomplete: str) -> list[str]:
 
 def complete_run_file(incomplete: str) -> list[str]:
     """TOML files that match, and folders other than run directories."""
-    return _paths(incomplete, lambda path: path.suffix == ".toml" and os.path.isfile(path))  # noqa: PTH113
+    return _paths(incomplete, lambda path: path.suffix == ".toml" and os.path.isfile(path))
 
 
 def complete_task(context: typer.Context, incomplete: str) -> list[str]:
@@ -179,7 +179,7 @@ def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:
     names = [name for name in names if prefix.startswith(".") or not name.startswith(".")]
     names = [name for name in names if _can_be_typed(name)]
     ends = [name for name in names if wanted(folder / name)]
-    ways = [n for n in names if n not in ends and os.path.isdir(folder / n) and not _is_run(folder / n)]  # noqa: PTH112
+    ways = [n for n in names if n not in ends and os.path.isdir(folder / n) and not _is_run(folder / n)]
     if len(ways) == 1 and not ends:
         return _paths(f"{shown}{ways[0]}/", wanted) or [_typed(f"{shown}{ways[0]}/")]
     return [_typed(f"{shown}{name}") for name in ends] + [_typed(f"{shown}{name}/") for name in ways]
@@ -187,7 +187,7 @@ def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:
 
 def _is_run(folder: Path) -> bool:
     # pathlib raises for a path in a folder that may not be entered.
-    return os.path.exists(folder / RUN)  # noqa: PTH110
+    return os.path.exists(folder / RUN)
 
 
 def _can_be_typed(name: str) -> bool:

@@ -100,7 +100,7 @@ class Finder(MetaPathFinder):
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
         # In an image, only files that are bound into it can be read.
-        read = (each for each in snapshot.read if image_name() is None or os.path.exists(each.path))  # noqa: PTH110
+        read = (each for each in snapshot.read if image_name() is None or os.path.exists(each.path))
         self.present = PresentFiles(folder, self.by_path, read)
         self._by_name = {name: file for file in files for name in file.modules}
         # By this name, too, another process unpickles objects of a file's module.

@@ -202,8 +202,8 @@ def search(folders: Sequence[str], name: str) -> Place | None:
     """Find a module in folders, as Python does."""
     spaces = []
     for folder in folders:
-        inner = os.path.join(folder, name)  # noqa: PTH118  (quick: each import is looked for)
-        init = os.path.join(inner, "__init__.py")  # noqa: PTH118
+        inner = os.path.join(folder, name)  # quick: each import is looked for
+        init = os.path.join(inner, "__init__.py")
         if is_file(init, BRIEF_PATIENCE_S):
             return Place(init, (inner,))
         for suffix in EXTENSION_SUFFIXES:

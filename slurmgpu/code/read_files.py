@@ -41,7 +41,7 @@ class ReadFiles:
         """Note a file that code reads, and add the modules that it names; False if there is no such file."""
         with contextlib.suppress(OSError, ValueError):
             whole = str(resolved(path))
-            if whole in self.files or whole in self._kept or {whole, os.path.abspath(path)} & self._inputs:  # noqa: PTH100
+            if whole in self.files or whole in self._kept or {whole, os.path.abspath(path)} & self._inputs:
                 return True
             if is_others(whole) or whole.startswith(_OF_THE_SYSTEM):
                 return False

@@ -258,7 +258,7 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
     found = [f"{name} differs" for name in sorted(then.keys() & today.keys()) if then[name] != today[name]]
     found += [f"{name} is new" for name in sorted(today.keys() - then.keys())]
     paths = {file.name: file.path for file in before.files} | {file.name: file.path for file in before.read}
-    gone = {name for name, path in paths.items() if not os.path.exists(path)}  # noqa: PTH110  (no error for EACCES)
+    gone = {name for name, path in paths.items() if not os.path.exists(path)}  # no error for EACCES
     for name in sorted(then.keys() - today.keys()):
         found.append(f"{name} is {'gone' if name in gone else 'no longer imported'}")
     of_former, of_now = before.about.get("functions", {}), now.about.get("functions", {})

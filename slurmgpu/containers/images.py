@@ -133,7 +133,7 @@ def digests(path: Path, part: tuple[int, int]) -> dict[str, str]:
     status = path.stat()
     key = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
     # `~` is no folder if the user has none.
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")  # noqa: PTH111, PTH118
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     cache = Path(home, "slurmgpu", "digests.json")
     known = _read_cache(cache)
     if key not in known:

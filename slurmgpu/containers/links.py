@@ -47,7 +47,7 @@ def upwards(path: str) -> list[str]:
 def _target(path: str, known: Known) -> str | None:
     if path not in known:
         try:
-            known[path] = os.readlink(path)  # noqa: PTH115 - as text: Path would drop a `..` or a `//`
+            known[path] = os.readlink(path)  # as text: Path would drop a `..` or a `//`
         except (OSError, ValueError):
             known[path] = None
     return known[path]

@@ -120,7 +120,7 @@ def _folder_binds(container: Container, environ: Mapping[str, str], shared: tupl
     paths = {name: given.get(name, environ.get(name)) for name in FOLDERS}
     found = [os.path.normpath(path) for path in paths.values() if isinstance(path, str) and Path(path).is_absolute()]
     found = [path for path in found if path not in shared] + ([INFINIBAND] if container.strict else [])
-    return [Bind(path, path) for path in found if os.path.isdir(path)]  # noqa: PTH112
+    return [Bind(path, path) for path in found if os.path.isdir(path)]
 
 
 def _check_binds(binds: Sequence[Bind]) -> None:

@@ -89,7 +89,7 @@ def _rooted(path: str) -> bool:
 
 def home_folder(environ: Mapping[str, str]) -> str:
     """The home of a process that has this environment."""
-    return environ.get("HOME") or os.path.expanduser("~")  # noqa: PTH111
+    return environ.get("HOME") or os.path.expanduser("~")
 
 
 def expand(path: str, environ: Mapping[str, str], what: str = "the bind") -> str:

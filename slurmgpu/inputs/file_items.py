@@ -141,11 +141,11 @@ class FileRows:
         """The data of a file; an error if it has changed since planning or cannot be read."""
         path, shown = line["path"], as_text(line["path"])
         try:
-            status = retried(lambda: os.stat(path), self._patience_s)  # noqa: PTH116 - a Path is slower, of a million
+            status = retried(lambda: os.stat(path), self._patience_s)  # a Path is slower, of a million
         except OSError as error:
             if is_transient(error):
                 # If its folder cannot be read, either, this raises: the file is not at fault.
-                os.stat(os.path.dirname(path))  # noqa: PTH116, PTH120
+                os.stat(os.path.dirname(path))
                 self._patience_s = BRIEF_PATIENCE_S  # for later files: a broken disk may fail for all of them
             return ItemError(f"{shown} cannot be read: {error.strerror}")
         return _unchanged(line, shown, status)
@@ -161,7 +161,7 @@ def _unchanged(line: Mapping[str, Any], shown: str, status: os.stat_result) -> M
             f"{shown} has changed since the run was planned: it had {line['size_bytes']} bytes and has "
             f"{status.st_size} now, or it was rewritten. Restore it, or plan a new run"
         )
-    suffix = as_text(os.path.splitext(line["path"])[1])  # noqa: PTH122 - as above
+    suffix = as_text(os.path.splitext(line["path"])[1])
     return {"path": line["path"], "key": line["key"], "name": line["key"] + suffix}
 
 
@@ -176,14 +176,14 @@ def _look_at_all(members: Sequence[tuple[str, str]]) -> list[tuple[int, int, lis
 
 def _look_at(path: str) -> tuple[int, int, list[str]]:
     """A file's size and time, and the folders that links lead through; -1 if it cannot be read."""
-    folders = [os.path.dirname(path)]  # noqa: PTH120
+    folders = [os.path.dirname(path)]
     try:
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
-            status = os.stat(path)  # noqa: PTH116 - raises where links go round
-            while os.path.islink(path):  # noqa: PTH114
-                path = os.path.normpath(os.path.join(folders[-1], os.readlink(path)))  # noqa: PTH115, PTH118
-                folders.append(os.path.dirname(path))  # noqa: PTH120
+            status = os.stat(path)  # raises where links go round
+            while os.path.islink(path):
+                path = os.path.normpath(os.path.join(folders[-1], os.readlink(path)))
+                folders.append(os.path.dirname(path))
     except OSError as error:
         if is_transient(error):
             raise
@@ -196,10 +196,10 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
     if pattern.startswith((hub.PREFIX, *databases.PREFIXES)):
         return None
     is_explicit = pattern.startswith(FILES)
-    name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(FILES))))  # noqa: PTH111 - as in paths
+    name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(FILES))))
     path = str(base / name)
     if not glob.has_magic(name) or os.path.lexists(path):
-        if os.path.isdir(path):  # noqa: PTH112 - as in paths
+        if os.path.isdir(path):
             if not is_explicit and is_data_set(Path(path)):
                 return None
             root, paths = path, sorted(_walked(path), key=_parts)
@@ -208,12 +208,12 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
                 return None
             if not os.path.lexists(path):
                 raise SlurmGPUError(f"Input {path} does not exist. Relative paths are relative to {base}.")
-            root, paths, is_explicit = os.path.dirname(path), [path], True  # noqa: PTH120
+            root, paths, is_explicit = os.path.dirname(path), [path], True
     else:
         if not is_explicit and recognised(Path(name)):
             return None
         root = _before_magic(path)
-        paths = sorted((match for match in globbed(name, base) if not os.path.isdir(match)), key=_parts)  # noqa: PTH112
+        paths = sorted((match for match in globbed(name, base) if not os.path.isdir(match)), key=_parts)
         if paths and not is_explicit and _MEDIA.isdisjoint(map(_suffix, paths)):
             return None
     if not paths:
@@ -229,13 +229,13 @@ def _walked(folder: str) -> Iterator[str]:
     """The files of a folder at any depth, without hidden ones. A folder that links reach twice is listed once."""
     seen: set[tuple[int, int]] = set()
     for where, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
-        status = os.stat(where)  # noqa: PTH116
+        status = os.stat(where)
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (os.path.join(where, name) for name in files if not name.startswith("."))  # noqa: PTH118
+        yield from (os.path.join(where, name) for name in files if not name.startswith("."))
 
 
 def _raise(error: OSError) -> None:
@@ -272,12 +272,12 @@ def _suffix(path: str) -> str:
 
 def _as_written(path: str) -> str:
     """The suffix of a path as it is written, for a pattern."""
-    return os.path.splitext(path)[1][1:]  # noqa: PTH122 - as above
+    return os.path.splitext(path)[1][1:]
 
 
 def _key(path: str, root: str) -> str:
     """The path within the folder without its suffix, as valid Unicode."""
-    return as_text(os.path.splitext(path[len(root.rstrip("/")) + 1 :])[0])  # noqa: PTH122
+    return as_text(os.path.splitext(path[len(root.rstrip("/")) + 1 :])[0])
 
 
 def _parts(path: str) -> str:

@@ -125,7 +125,7 @@ class Format(ABC):
     grows: ClassVar[bool] = False
     """Whether appending to a file leaves its earlier items unchanged."""
 
-    def __init_subclass__(cls, format: str | None = None) -> None:  # noqa: A002 - as `kind` is a column's
+    def __init_subclass__(cls, format: str | None = None) -> None:
         if format is not None:
             cls.name = format
             FORMATS.register(format, cls)

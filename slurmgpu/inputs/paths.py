@@ -70,14 +70,14 @@ def _expand(pattern: str, base: Path) -> list[Path]:
             f"Input {pattern!r} is a URL; expected files on this machine, or on the hub with {hub.PREFIX}. Download "
             "it, and name the file."
         )
-    pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
+    pattern = os.path.expanduser(pattern)  # Path.expanduser raises where there is no home
     if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
         path = base / pattern
         return _data_set_files(path) if is_data_set(path) else [path]
     found = sorted(map(Path, globbed(pattern, base)))
     # Directories matched by `**` are skipped; one named like data (`parts.csv/`) is refused later.
     # Not Path.is_dir, which raises for a link into a folder without permission.
-    paths = [path for path in found if not os.path.isdir(path) or recognised(path)]  # noqa: PTH112
+    paths = [path for path in found if not os.path.isdir(path) or recognised(path)]
     if not paths:
         raise SlurmGPUError(f"Input {pattern!r} matches no file. {none_there(pattern, base)}")
     return paths
@@ -85,8 +85,8 @@ def _expand(pattern: str, base: Path) -> list[Path]:
 
 def none_there(pattern: str, base: Path) -> str:
     """The second sentence of an error about a glob without a match: what to do."""
-    name = os.path.expanduser(pattern.removeprefix(FILES))  # noqa: PTH111
-    folders = sorted(each for each in globbed(name, base) if os.path.isdir(each))  # noqa: PTH112
+    name = os.path.expanduser(pattern.removeprefix(FILES))
+    folders = sorted(each for each in globbed(name, base) if os.path.isdir(each))
     if folders:
         listed = f"ls -d {base / name} > folders.txt"
         return (
@@ -112,7 +112,7 @@ def passed_over(patterns: str | Sequence[str], base: Path) -> str | None:
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     globs = [_of_any_case(pattern, base) for pattern in patterns]
-    taken, left = {str(base / os.path.expanduser(pattern)) for pattern in patterns}, dict[str, str]()  # noqa: PTH111
+    taken, left = {str(base / os.path.expanduser(pattern)) for pattern in patterns}, dict[str, str]()
     for pattern, found in zip(patterns, globs, strict=True):
         if found is not None:
             name, suffix = found
@@ -121,8 +121,8 @@ def passed_over(patterns: str | Sequence[str], base: Path) -> str | None:
             left |= dict.fromkeys(sorted(paths - same), pattern)
     for pattern, found in zip(patterns, globs, strict=True):
         if found is None and left.keys() - taken and glob.has_magic(pattern) and not _is_elsewhere(pattern):
-            taken |= globbed(os.path.expanduser(pattern.removeprefix(FILES)), base.absolute())  # noqa: PTH111
-    others = [path for path in left if path not in taken and not os.path.isdir(path)]  # noqa: PTH112
+            taken |= globbed(os.path.expanduser(pattern.removeprefix(FILES)), base.absolute())
+    others = [path for path in left if path not in taken and not os.path.isdir(path)]
     if not others:
         return None
     suffixes = list(dict.fromkeys(Path(path).suffix for path in others))
@@ -143,7 +143,7 @@ def _is_elsewhere(pattern: str) -> bool:
 
 def _of_any_case(pattern: str, base: Path) -> tuple[str, str] | None:
     """The glob with its suffix in any case, and that suffix; None if it is no glob with a suffix."""
-    name = os.path.expanduser(pattern.removeprefix(FILES))  # noqa: PTH111
+    name = os.path.expanduser(pattern.removeprefix(FILES))
     if _is_elsewhere(name) or not glob.has_magic(name) or os.path.lexists(base / name):
         return None
     suffix = re.search(r"\.\w*[a-zA-Z]\w*$", name)
@@ -162,7 +162,7 @@ def unlisted(error: OSError) -> SlurmGPUError:
 def is_data_set(path: Path) -> bool:
     """Whether a path is a folder that `save_to_disk` of Hugging Face's datasets has written."""
     # Not Path.is_file, which raises for a folder without permission; listing it later raises a SlurmGPUError.
-    return any(os.path.isfile(path / name) for name in (_STATE, _SPLITS))  # noqa: PTH113
+    return any(os.path.isfile(path / name) for name in (_STATE, _SPLITS))
 
 
 def _data_set_files(folder: Path) -> list[Path]:

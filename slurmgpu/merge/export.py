@@ -105,7 +105,7 @@ class Choice:
 
 def export(
     source: Path | Run,
-    format: str,  # noqa: A002 - the word of the command line
+    format: str,
     output: Path | IO[bytes],
     columns: Sequence[str] = (),
     where: str | None = None,
@@ -166,7 +166,7 @@ def refuse_output(run: Run, output: Path) -> None:
             raise SlurmGPUError(f"{output} is the input of {run.folder}, and would be replaced. Name another file.")
 
 
-def _export(source: Path | Run, format: str, output: Path, chosen: Choice) -> Exported:  # noqa: A002
+def _export(source: Path | Run, format: str, output: Path, chosen: Choice) -> Exported:
     if format == FOLDER:
         _refuse_used(output)
     with _opened(source) as rows:
@@ -197,7 +197,7 @@ def _opened(source: Path | Run) -> Iterator[RunRows | FileRows]:
             yield FileRows(merged)
 
 
-def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choice) -> Exported:  # noqa: A002
+def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choice) -> Exported:
     """Write the rows in a format: the workload's own if it has one of this name."""
     is_own = format in _own_formats(rows)
     if not is_own and format not in FORMATS:
@@ -223,7 +223,7 @@ def _write(rows: RunRows | FileRows, format: str, file: IO[bytes], chosen: Choic
     return Exported(len(merged), said, _n_missing(merged), n_failed=int(merged.failed.sum()))
 
 
-def _refuse_items(chosen: Choice, format: str) -> None:  # noqa: A002
+def _refuse_items(chosen: Choice, format: str) -> None:
     if chosen.reads_items:
         raise SlurmGPUError(
             f"Format {format!r} cannot have fields of the items: leave out --with-items and columns such as item.text. "
@@ -338,7 +338,7 @@ def _own_formats(rows: RunRows | FileRows) -> Sequence[str]:
     return found
 
 
-def _write_by_workload(format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
+def _write_by_workload(format: str, merged: Merged, file: IO[bytes]) -> str | None:
     run = Run.open(merged.path.parent)
     owners.refuse_foreign(run, f"export it as {format}, which its workload writes,")
     # Relative settings are relative to the run file's folder.

@@ -48,7 +48,7 @@ class SweepExported(Exported):
 
 def export_sweep(
     folder: Path,
-    format: str,  # noqa: A002 - the word of the command line
+    format: str,
     output: Path | IO[bytes],
     columns: Sequence[str],
     where: str | None,
@@ -74,7 +74,7 @@ def export_sweep(
     return retried(lambda: cause_raised(write), BRIEF_PATIENCE_S)
 
 
-def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str], where: str | None) -> SweepExported:  # noqa: A002
+def _written(folder: Path, format: str, file: IO[bytes], columns: Sequence[str], where: str | None) -> SweepExported:
     listed = listed_runs(folder)
     not_made = [folder / name for name in listed if not was_submitted(folder / name)]
     runs = [(Run.open(folder / name), values) for name, values in listed.items() if folder / name not in not_made]

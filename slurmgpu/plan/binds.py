@@ -59,7 +59,7 @@ def container_binds(run: Run) -> list[Bind]:
             folders |= {name} if brought.isdisjoint(upwards(name)) else set()
     if sum(len(os.fsencode(path)) + 1 for path in files) > MOST_BYTES:
         raise ContainerError(
-            f"{len(files)} files that the run reads are directly in {os.path.dirname(min(files))} or another folder "  # noqa: PTH120
+            f"{len(files)} files that the run reads are directly in {os.path.dirname(min(files))} or another folder "
             f"that is not bound as a whole, because it holds other files, too; move them into a folder of their own"
         )
     wanted = sorted(files) + sorted(_gathered(folders, apart))
@@ -70,8 +70,8 @@ def _named_by_settings(run: Run, apart: set[str], known: Known) -> Iterator[str]
     base = run.plan.search_path
     for value in run.plan.texts():
         # A prompt may begin with ~, and be too long for a path: these functions do not raise for that.
-        path = os.path.normpath(os.path.join(base, os.path.expanduser(value)))  # noqa: PTH111, PTH118
-        if path != base and os.path.exists(path) and apart.isdisjoint(names(path, known)):  # noqa: PTH110
+        path = os.path.normpath(os.path.join(base, os.path.expanduser(value)))
+        if path != base and os.path.exists(path) and apart.isdisjoint(names(path, known)):
             yield path
 
 
@@ -81,9 +81,9 @@ def _linked_in(paths: Iterable[str]) -> Iterator[str]:
     Links into a folder that may not be entered are left out; pathlib raises for them.
     """
     for path in paths:
-        if os.path.isdir(path) and os.access(path, os.R_OK):  # noqa: PTH112
+        if os.path.isdir(path) and os.access(path, os.R_OK):
             links = (entry.path for entry in os.scandir(path) if entry.is_symlink())
-            yield from (link for link in links if os.path.exists(link))  # noqa: PTH110
+            yield from (link for link in links if os.path.exists(link))
 
 
 def _gathered(folders: set[str], apart: set[str]) -> set[str]:

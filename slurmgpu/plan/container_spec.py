@@ -117,7 +117,7 @@ def contain_again(
     try:
         table, base = read_run_file(run_file, {"container": overrides}).container, run_file.parent
     except SlurmGPUError as error:
-        return frozen, [f"[container] is unchanged: {error}"] if os.path.exists(run_file) else []  # noqa: PTH110
+        return frozen, [f"[container] is unchanged: {error}"] if os.path.exists(run_file) else []
     after = replace(before, **_settings(table, base), image=str(image_path(table, base) or before.image))
     runtime_named(after.runtime).check(after)
     changed = [name for name in before.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]

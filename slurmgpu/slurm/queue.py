@@ -93,7 +93,7 @@ class QueuedJob:
         if not self.name.startswith(JOB_NAME) or self.comment.startswith(COMMENT) or not self.command:
             return False
         is_submitits = "submission_file" in Path(self.command).name
-        return not is_submitits and (" " not in self.command or os.path.isfile(self.command))  # noqa: PTH113
+        return not is_submitits and (" " not in self.command or os.path.isfile(self.command))
 
     def is_of(self, run: Run) -> bool:
         """Whether it belongs to a run by its script: Submitit's lies in the run directory.

@@ -45,7 +45,7 @@ def _step(folder: str, part: str, is_last: bool) -> Iterator[str]:
         return _below(folder, is_last, frozenset())
     if glob.has_magic(part):
         return _named(folder, part, is_last)
-    path = os.path.join(folder, part)  # noqa: PTH118 - the pattern may have a million matches
+    path = os.path.join(folder, part)  # the pattern may have a million matches
     return iter([path] if _is_there(path, folder, is_last) else [])
 
 
@@ -60,7 +60,7 @@ def _named(folder: str, part: str, is_last: bool) -> Iterator[str]:
 
 def _below(folder: str, is_last: bool, above: frozenset[tuple[int, int]]) -> Iterator[str]:
     """The folder and those below, with their files if `is_last`; `above` are the folders that it lies in."""
-    status = _look(lambda: os.stat(folder))  # noqa: PTH116 - as above
+    status = _look(lambda: os.stat(folder))
     if status is None or (status.st_dev, status.st_ino) in above:
         return
     above |= {(status.st_dev, status.st_ino)}
@@ -95,7 +95,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _is_there(path: str, folder: str, is_last: bool) -> bool:
     """Whether a name exists, and is a folder unless it is the last part of the pattern."""
     try:
-        status = _look(lambda: os.lstat(path) if is_last else os.stat(path))  # noqa: PTH116 - as above
+        status = _look(lambda: os.lstat(path) if is_last else os.stat(path))
     except OSError as error:
         error.filename = folder  # it may not be entered
         raise

@@ -249,7 +249,7 @@ def status_of_new_file(folder: Path) -> os.stat_result | None:
 def status_of(path: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> os.stat_result | None:
     """The status of a file or a folder, through links; None if there is none. Raises errors that persist."""
     try:
-        return retried(lambda: os.stat(path), patience_s)  # noqa: PTH116
+        return retried(lambda: os.stat(path), patience_s)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -282,7 +282,7 @@ def may(path: os.PathLike[str] | str, mode: int, patience_s: float = PATIENCE_S)
         if os.access(path, mode):
             return True
         # False after an error as well: stat raises that.
-        os.stat(path)  # noqa: PTH116
+        os.stat(path)
         return os.access(path, mode)
 
     return retried(look, patience_s)
@@ -442,7 +442,7 @@ def _copy(source: str, target: str) -> None:
     """Copy a file with its time and mode; `shutil.copy2` fails where a share refuses chmod, whatever the mode is."""
     shutil.copyfile(source, target)
     with naming(target), open(target, "rb") as copy:
-        found, made = os.stat(source), os.fstat(copy.fileno())  # noqa: PTH116
+        found, made = os.stat(source), os.fstat(copy.fileno())
         os.utime(copy.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
         if (mode := stat.S_IMODE(found.st_mode)) != stat.S_IMODE(made.st_mode):
             give_mode(copy.fileno(), mode)

@@ -39,7 +39,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
     Path.expanduser raises a RuntimeError then, also for a folder whose name begins with ~.
     """
-    return Path(os.path.expanduser(path))  # noqa: PTH111
+    return Path(os.path.expanduser(path))
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:

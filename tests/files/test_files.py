@@ -91,7 +91,7 @@ def test_all_of_a_run_reaches_the_disk_before_its_name_does(tmp_path, monkeypatc
     folder.mkdir()
     (folder / "00000.parquet").touch()
     steps, rename = [], os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name))  # noqa: PTH115
+    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name))
     monkeypatch.setattr(os, "replace", lambda source, target: (rename(source, target), steps.append(target.name)))
     create_run(tmp_path / "run", plan, [index, folder])
     before, after = steps[: steps.index("run")], steps[steps.index("run") + 1 :]

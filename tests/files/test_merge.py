@@ -172,7 +172,7 @@ def test_files_that_a_listing_still_shows_are_no_error(run, monkeypatch):
     publish_all(run)
     real = os.listdir
     gone = {"shards": ["00004.x.1.partial", "00003.damaged", "00007.h5"], "run": [".merged.h5.9.partial"]}
-    monkeypatch.setattr(os, "listdir", lambda at: [*real(at), *gone.get(os.path.basename(at), ())])  # noqa: PTH119
+    monkeypatch.setattr(os, "listdir", lambda at: [*real(at), *gone.get(os.path.basename(at), ())])
     assert merge(run)["complete"]
 
 
@@ -209,7 +209,7 @@ def failing_reads(monkeypatch):
         real, left = os.preadv, iter(range(times))
 
         def preadv(fd, buffers, offset):
-            if os.readlink(f"/proc/self/fd/{fd}").endswith(name) and next(left, None) is not None:  # noqa: PTH115
+            if os.readlink(f"/proc/self/fd/{fd}").endswith(name) and next(left, None) is not None:
                 raise OSError(number, os.strerror(number))
             return real(fd, buffers, offset)
 

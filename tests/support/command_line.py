@@ -343,7 +343,7 @@ def n_slots_of(argv, cwd):
     if os.environ.get("SLOTS") == "programs" or argv[:1] not in (["submit"], ["resubmit"], ["run"]):
         return 0
     path, said = f"{cwd}/slurmgpu.toml", [*argv]
-    if os.path.isfile(path):  # noqa: PTH113 - TYPED has a copy of this, and imports nothing that takes long
+    if os.path.isfile(path):  # TYPED has a copy of this, and imports nothing that takes long
         with open(path, errors="replace") as file:
             said += file.read().split('"')
     return 0 if {"debug", "slurm", "--dry-run"}.intersection(said) else 2

@@ -116,7 +116,7 @@ def read_wrongly_once(monkeypatch, name, at=None):
     def preadv(fd, buffers, offset):
         n_read = real(fd, buffers, offset)
         place = n_read // 2 if at is None else at - offset
-        if wrong and 0 <= place < n_read and os.readlink(f"/proc/self/fd/{fd}").endswith(name):  # noqa: PTH115
+        if wrong and 0 <= place < n_read and os.readlink(f"/proc/self/fd/{fd}").endswith(name):
             wrong.pop()
             buffers[0][place] ^= 1
         return n_read

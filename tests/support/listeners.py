@@ -20,7 +20,7 @@ def listeners(pids: Iterable[int]) -> set[tuple[IPv4Address | IPv6Address, int]]
         with contextlib.suppress(OSError):  # it has ended
             for fd in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    inodes.add(os.readlink(fd))  # noqa: PTH115  (what it names is no path)
+                    inodes.add(os.readlink(fd))  # what it names is no path
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(FileNotFoundError):

@@ -19,7 +19,7 @@ TEMPLATE = (
 )
 
 
-def make_png(seed: int, width: int = 30, height: int = 20, format: str = "PNG", **options: Any) -> bytes:  # noqa: A002
+def make_png(seed: int, width: int = 30, height: int = 20, format: str = "PNG", **options: Any) -> bytes:
     """An image of random pixels."""
     from PIL import Image
 

@@ -184,7 +184,7 @@ def logs(
       slurmgpu logs runs/judge --failed         every failed item
       slurmgpu logs runs/judge --class crash    every crash
       slurmgpu logs runs/judge --follow         new lines of all tasks
-    """  # noqa: D301
+    """
     from slurmgpu.cli.commands.logs import show_logs
 
     show_logs(

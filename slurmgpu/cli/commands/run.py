@@ -90,7 +90,7 @@ def run(
     fields as JSON lines, a list or a table, and writes them back with the columns, use {in:jsonl}, {in:json} or
     {in:csv}, which has the index with the fields. If its rows have a field of their item instead of the index, name
     that field with --set match=FIELD; if they are as many as the items, in their order, --set in_order=true.
-    """  # noqa: D301 - \b keeps the lines of a paragraph apart
+    """
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.cli.console import result, say
     from slurmgpu.run.frozen_plan import NO_RUN_FILE

@@ -46,7 +46,7 @@ def track(
     Tasks write what task.log gets into the run directory; they never contact a tracker.
     A tracker that already has a part gets only the rest.
     A step to which a running task may still add is sent later.
-    """  # noqa: D301
+    """
     from slurmgpu.cli.console import result, result_json
     from slurmgpu.executors import live_tasks, on_end
     from slurmgpu.plan.trackers import parse_destination

@@ -42,7 +42,7 @@ def cache_folder() -> Path:
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
     # pathlib cannot expand variables.
-    return Path(os.path.expandvars(os.path.expanduser(named))).absolute()  # noqa: PTH111
+    return Path(os.path.expandvars(os.path.expanduser(named))).absolute()
 
 
 def cached(repository: str, revision: str | None, marker: str = MODEL_CONFIG) -> Path | None:

@@ -48,7 +48,7 @@ def check_program(program: str, path: str | None) -> None:
     if shutil.which(program, path=path) is not None:
         return
     where = f"at {Path(program).absolute()}" if "/" in program else "on the PATH"
-    is_beside = "/" not in program and os.path.isfile(program)  # noqa: PTH113
+    is_beside = "/" not in program and os.path.isfile(program)
     beside = f" A file of that name is here: write './{program}'." if is_beside else ""
     raise SlurmGPUError(
         f"command: there is no program {program!r} {where}.{beside} Correct run, load its module or environment before "
@@ -82,9 +82,9 @@ def why_not_started(program: str, path: str | None) -> str | None:
     Reads the `#!` line of a script and looks for its interpreter, for `env` on `path`. An executable file that is
     neither a script nor text may have a format that this machine runs.
     """
-    if "/" in program and os.path.isdir(program):  # noqa: PTH112 - Path.is_dir raises where it may not look
+    if "/" in program and os.path.isdir(program):  # Path.is_dir raises where it may not look
         return "it is a folder; run begins with a program."
-    if "/" in program and os.path.isfile(program) and not os.access(program, os.X_OK):  # noqa: PTH113
+    if "/" in program and os.path.isfile(program) and not os.access(program, os.X_OK):
         return _not_executable(program)
     found = shutil.which(program, path=path)
     start = None if found is None else _start_of(found, _FIRST_BYTES)
@@ -129,7 +129,7 @@ def _fault_of_interpreter(line: bytes, program: str, path: str | None) -> str | 
             "its #! line ends with a carriage return, as in files from Windows: Linux takes it as part of the name. "
             f"Type sed -i 's/\\r$//' {shlex.quote(program)}"
         )
-    if not os.path.exists(interpreter):  # noqa: PTH110
+    if not os.path.exists(interpreter):
         return f"its interpreter {interpreter.decode(errors='replace')} is not on this machine. Correct its #! line."
     if by_env is None or by_env.startswith(b"-") or shutil.which(os.fsdecode(by_env), path=path) is not None:
         return None
