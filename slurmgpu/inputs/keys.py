@@ -31,7 +31,7 @@ def check_names(spec: InputSpec, index: Path, key: str) -> str | None:
 
     Reads the input once, and needs about 40 bytes of memory for each item.
     """
-    if spec.is_promised:
+    if spec.promised:
         return None
     hashes = np.zeros(spec.n_items, np.int64)
     is_named = np.zeros(spec.n_items, bool)

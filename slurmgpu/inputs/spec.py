@@ -64,9 +64,9 @@ class InputSpec:
         return hashlib.sha256("".join(f"{file.sha256}\n" for file in self.files).encode()).hexdigest()
 
     @property
-    def is_promised(self) -> bool:
-        """Whether another run, which this one waits for, writes a file of it, and may write it again."""
-        return any(file.size_bytes == PROMISED for file in self.files)
+    def promised(self) -> list[InputFile]:
+        """The files that other runs, which this one waits for, write, and may write again."""
+        return [file for file in self.files if file.size_bytes == PROMISED]
 
     @property
     def are_rows(self) -> bool:

@@ -29,7 +29,7 @@ from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Pickled, Submission
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.amounts import count_of
-from slurmgpu.util.shared_files import remove
+from slurmgpu.util.shared_files import exists, remove
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,13 @@ def resubmit(
     `tell` gets the notes before anything starts: changes in the code, adjustments, and what is recomputed. Without it
     the outcome has them.
     """
+    drafts: list[Resubmission] = []
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
         live_tasks.refuse_alive(run, "resubmit", force=force)
         live_tasks.forget_dead_tasks(run)  # otherwise the merge at the end would watch them again
         drafted = _draft(run, asked)
+        drafts.append(drafted)
         run.claims.clear(lock.check)
         lock.check()
         remove(recompute_path(run.folder))  # left by a failed submission of the same number
@@ -76,7 +78,10 @@ def resubmit(
             forget_deaths(run, list(drafted.again.shards))
         return drafted.submission, [*drafted.changed, *drafted.notes, *drafted.computed]
 
-    return start(run, prepare, lambda: on_tick(run), tell=tell)
+    outcome = start(run, prepare, lambda: on_tick(run), tell=tell)
+    if awaited := drafts[-1].awaited:
+        executor_named(drafts[-1].submission.executor).wait_for(run, awaited)
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ class Resubmission:
     """A submission that is not made yet, and sentences about it.
 
     `missing` are shards without rows; `again` are shards with items to recompute. `notes` are about adjustments,
-    `changed` about the code, `computed` about what is recomputed.
+    `changed` about the code, `computed` about what is recomputed. `awaited` are runs whose merged files are the input,
+    and which are not complete yet.
     """
 
     submission: Submission
@@ -93,6 +99,7 @@ class Resubmission:
     notes: Sequence[str]
     changed: Sequence[str]
     computed: Sequence[str]
+    awaited: Sequence[Run] = ()
 
 
 def foresee(run: Run, asked: Request, *, force: bool) -> Resubmission:
@@ -118,7 +125,9 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
         again = former.with_rows_of_others(run, again, taken["digest"])
         if not missing and not again.shards:
             raise NothingToSubmitError(f"{run.folder} has every shard, and the current code computed all rows.")
-    check_input(InputSpec.from_json(run.input), run.index)
+    spec = InputSpec.from_json(run.input)
+    awaited = _awaited(spec)
+    check_input(spec, run.index)
     submission, notes = resubmission.next_submission(
         run, asked.resources, asked.slurm, asked.merge, n_again=len(again.shards)
     )
@@ -132,7 +141,10 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
         notes += changes
     else:  # an image's own Python is compared by the tasks
         _refuse_other_python(run, taken.get("functions", {}))
-    executor_named(submission.executor).check(submission, container)
+    executor = executor_named(submission.executor)
+    jobs = dict.fromkeys(job for other in awaited for job in executor.jobs_completing(other))
+    submission = replace(submission, after=(*jobs,))
+    executor.check(submission, container)
     computed = []
     if again.shards:
         what = count_of(again.n_items, "item" if asked.other_code else "failed item")
@@ -143,7 +155,25 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
             f"They are computed with the function that is stored in the run. To use an edited one, resubmit in Python: "
             f"{mapped_function.with_another_function(run, name)}"
         )
-    return Resubmission(replace(submission, code=taken), missing, again, notes, changed, computed)
+    return Resubmission(replace(submission, code=taken), missing, again, notes, changed, computed, awaited)
+
+
+def _awaited(spec: InputSpec) -> list[Run]:
+    """The incomplete runs whose merged files are the input; SlurmGPUError if none will be the planned one."""
+    runs = []
+    for file in spec.promised:
+        merged = Path(file.path)
+        if exists(merged) and not exists(merged.parent / "run.json"):
+            continue  # it was kept without its run; tasks compare it with the plan
+        other = Run.open(merged.parent)
+        if other.plan.fingerprint != file.sha256:
+            raise SlurmGPUError(
+                f"The input was to be the merged file of a run of plan {file.sha256}, but {other.folder} has plan "
+                f"{other.plan.fingerprint}. Restore that run, or submit this one again with another --run-dir."
+            )
+        if not is_complete(other):
+            runs.append(other)
+    return runs
 
 
 def _refuse_other_python(run: Run, given: Mapping[str, Pickled]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
 from slurmgpu.executors import manual_jobs, resubmission, submission
 from slurmgpu.executors.interface import Started
+from slurmgpu.inputs import promise
 from slurmgpu.operations import resubmit
 from slurmgpu.operations.submit import remove_unused
 from slurmgpu.run.crash_history import history_path
@@ -210,12 +211,14 @@ def test_a_resubmission_is_checked_with_the_container_that_it_will_have(run, mon
     checked = []
     again = lambda container, run_file, given: ({**container, "home": "none"}, ["[container] has changed"])  # noqa: E731
     monkeypatch.setattr(resubmit.former, "code_now", lambda *_, **__: ({"digest": "now"}, ["edited"]))
-    monkeypatch.setattr(resubmit, "InputSpec", SimpleNamespace(from_json=lambda value: None))  # the run has no input
+    spec = SimpleNamespace(promised=[])  # the run has no input
+    monkeypatch.setattr(resubmit, "InputSpec", SimpleNamespace(from_json=lambda value: spec))
     monkeypatch.setattr(resubmit, "check_input", lambda spec, index: None)
     monkeypatch.setattr(resubmit, "refuse_other_columns", lambda plan: None)  # its workload cannot be built
     monkeypatch.setattr(resubmit, "contain_again", again)
     monkeypatch.setattr(resubmit, "check_image", lambda container: checked.append(("image", container)))
     executor = SimpleNamespace(check=lambda its, container: checked.append((its.container, container)))
+    executor.jobs_completing = lambda other: (f"merge of {other}", "merge of both")
     monkeypatch.setattr(resubmit, "executor_named", {"spool": executor}.__getitem__)
     planned, last = {"image": "/planned.sif"}, {"image": "/last.sif"}
     for given in ((planned, None), (planned, last)):
@@ -224,9 +227,29 @@ def test_a_resubmission_is_checked_with_the_container_that_it_will_have(run, mon
         assert (found.submission.container, found.submission.code) == (now, {"digest": "now"})
         assert its_checks == [("image", now), (now, now)]
         assert (found.changed, found.notes) == (["edited"], ["learnt", "[container] has changed"])
+    assert found.submission.after == ()
+    monkeypatch.setattr(resubmit, "_awaited", lambda spec: ["a", "b"])
     found, its_checks = drafted(None, None)
+    assert (found.submission.after, found.awaited) == (("merge of a", "merge of both", "merge of b"), ["a", "b"])
     assert (found.submission.container, its_checks[1:], found.notes) == (None, [(None, None)], ["learnt"])
     assert (found.again, found.missing[0], found.missing[-1]) == (Recompute(2, {}), 167, run.plan.n_shards - 1)
+
+
+def test_a_resubmission_waits_for_the_run_whose_rows_are_its_input(run, tmp_path, monkeypatch):
+    earlier, incomplete = pretend_run(tmp_path / "earlier", 300, n_tasks=1), True
+    merged = promise(earlier.merged, n_items=9, columns=["index"], fingerprint=earlier.plan.fingerprint, stride=3)
+    monkeypatch.setattr(resubmit, "is_complete", lambda other: not incomplete)
+    assert [other.folder for other in resubmit._awaited(merged)] == [earlier.folder]
+    incomplete = False
+    assert resubmit._awaited(merged) == []
+    other = promise(earlier.merged, n_items=9, columns=["index"], fingerprint="f", stride=3)
+    with pytest.raises(SlurmGPUError, match=r"was to be the merged file of a run of plan f, but .*earlier has plan"):
+        resubmit._awaited(other)
+    (earlier.folder / "run.json").unlink()
+    with pytest.raises(SlurmGPUError, match="earlier is not a run directory"):
+        resubmit._awaited(merged)
+    earlier.merged.touch()  # it alone was kept
+    assert resubmit._awaited(merged) == []
 
 
 def test_while_tasks_live_a_resubmission_is_refused_and_so_is_its_dry_run(run, monkeypatch):

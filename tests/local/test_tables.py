@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu.cli.views.columns import FOLDING, WORDS, show_table, used_by
+from slurmgpu.cli.views.columns import FOLDING, WORDS, none_began, show_table, used_by
 from slurmgpu.cli.views.dry_run import bound_in_words
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.cli.views.status import show_status
@@ -211,7 +211,7 @@ def test_attempts_and_the_names_behind_a_failure_are_in_the_order_of_the_tasks(t
     assert "\n  4711_0.0, 4711_1.0, 4711_2.0 and 9 more: crash: gone\n" in printed
 
 
-def test_of_a_run_that_waited_in_vain_for_another_one_the_report_says_so(tmp_path, capsys):
+def test_of_a_run_that_waited_in_vain_for_another_one_report_and_status_say_so(tmp_path, capsys):
     run = pretend_run(tmp_path / "run", 300.0, n_tasks=2)
     run.record_submission({"submission": 1, "after": ["23"]})
     report = reported(run)
@@ -220,6 +220,7 @@ def test_of_a_run_that_waited_in_vain_for_another_one_the_report_says_so(tmp_pat
     assert waited not in capsys.readouterr().out
     show_report({**report, "attempts": []})
     assert waited in capsys.readouterr().out
+    assert none_began(str(run.folder)).startswith(waited.strip())  # as status says it
 
 
 def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_items(tmp_path, capsys):

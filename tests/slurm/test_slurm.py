@@ -484,8 +484,8 @@ def test_tasks_with_shards_share_the_gpus_of_a_node(project, slurmgpu, cluster):
     assert held == {("gpu1", str(gpu)): 2 for gpu in range(4)}
 
 
-def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(project, slurmgpu, cluster):
-    folder = project(40, held_from=16, auto_resubmit=9)
+def submit_two(folder, slurmgpu):
+    """Submit a run, and a second one, of its rows, that waits for it."""
     text = (folder / "slurmgpu.toml").read_text().replace("items.jsonl", "run/merged.h5").replace('"run"', '"second"')
     (folder / "second.toml").write_text(text.replace("workloads.py:Rows", "second.py:Second").split("[settings]")[0])
     (folder / "second.py").write_text(
@@ -495,18 +495,44 @@ def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(projec
     )
     slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=0)
     slurmgpu("submit", "second.toml", *SUBMIT[1:], "--gpus", "1", "--after", "run", cwd=folder, expect=0)
+
+
+def check_second(folder, slurmgpu):
+    wait_until(lambda: (folder / "second" / "merged.h5").exists(), "the second run")
+    slurmgpu("export", "second", "-o", "rows.jsonl", cwd=folder, expect=0)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == [f"ITEM {i} OF MANY" for i in range(40)]
+
+
+def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(project, slurmgpu, cluster):
+    folder = project(40, held_from=16, auto_resubmit=9)
+    submit_two(folder, slurmgpu)
     wait_until_held(folder, 2)
     job = submissions(folder)[0]["array_job"]
     cluster.run("scancel", "--signal=USR2", job)
     log = folder / "run" / "logs" / f"{job}_0_log.err"
     wait_until(lambda: "takes no more shards" in log.read_text(), "the task to hear of its preemption")
     let_go(folder)
-    wait_until(lambda: (folder / "second" / "merged.h5").exists(), "the second run")
+    check_second(folder, slurmgpu)
     assert len(submissions(folder)) > 1
     check_rows(folder, 40)
-    slurmgpu("export", "second", "-o", "rows.jsonl", cwd=folder, expect=0)
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    assert [row["text"] for row in rows] == [f"ITEM {i} OF MANY" for i in range(40)]
+
+
+@pytest.mark.nightly
+def test_a_run_whose_wait_was_in_vain_waits_again_when_it_is_resubmitted(project, slurmgpu, cluster):
+    folder = project(40, held_from=16)
+    submit_two(folder, slurmgpu)
+    wait_until_held(folder, 2)
+    slurmgpu("cancel", "run", cwd=folder, expect=0)
+    wait_until(lambda: not commands.table("|", 1, "squeue", "--noheader", "--format=%i"), "the end of all jobs")
+    assert "the array waited for job" in slurmgpu("status", "second", cwd=folder, expect=0).stderr
+    said = slurmgpu("resubmit", "second", cwd=folder, expect=2).stderr
+    assert "run is incomplete, and Slurm has no job that will complete it. Type `slurmgpu resubmit" in said
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    slurmgpu("resubmit", "second", cwd=folder, expect=0)
+    let_go(folder)
+    check_second(folder, slurmgpu)
+    assert "failures" not in slurmgpu("status", "second", cwd=folder, expect=0).stdout
 
 
 def test_a_task_that_lost_the_file_system_is_known_by_its_exit_code(cluster):

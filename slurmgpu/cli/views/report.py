@@ -21,6 +21,7 @@ from slurmgpu.cli.views.columns import (
     show_rest,
     show_table,
     used_by,
+    waited_in_vain,
 )
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
@@ -132,12 +133,8 @@ def _show_next(report: Report) -> None:
     again = report.get("resubmit_failed") or f"slurmgpu resubmit {folder} --failed"
     by = "with" if again.startswith("slurmgpu ") else "in Python, with the edited function, by"
     lines = report["submissions"]
-    if report["resubmit"] and lines and lines[-1].get("after") and not of_last_submission(report["attempts"], lines):
-        jobs = f"{'jobs' if len(lines[-1]['after']) > 1 else 'job'} {', '.join(lines[-1]['after'])}"
-        result(
-            f"\nno task has started: the array waited for {jobs} (--after), and Slurm cancels it if that run ends "
-            "incomplete. Complete that run first."
-        )
+    if report["resubmit"] and (waited := waited_in_vain(lines, report["attempts"])):
+        result(f"\n{waited}")
     elif report["resubmit"] and all(attempt["submission"] is None for attempt in report["attempts"]):
         result(f"\n{none_began(report['run_dir'])}")
     if report["resubmit"]:
