@@ -109,10 +109,16 @@ def _spread(values: npt.NDArray[Any] | None) -> Spread | None:
     values = values[np.isfinite(values)]
     if not len(values):
         return None
-    least, median, largest = np.quantile(values, (0, 0.5, 1), method="lower")
+    least, median, largest = values.min(), _median(values), values.max()
     with np.errstate(all="ignore"):
         scale = largest - least if np.isfinite(largest - least) and largest > least else 1.0
         places = np.minimum((values - least) / scale * _N_BINS, _N_BINS - 1).astype(np.int64)
     counts = np.bincount(places.clip(0, _N_BINS - 1), minlength=_N_BINS)
     edges = least + np.arange(_N_BINS + 1) / _N_BINS * scale
     return Spread(float(least), float(median), float(largest), counts.tolist(), edges.tolist())
+
+
+def _median(values: npt.NDArray[np.float64]) -> float:
+    """The median of finite numbers, also of those whose sum is not finite."""
+    below, above = (float(np.quantile(values, 0.5, method=method)) for method in ("lower", "higher"))
+    return below if below == above else below / 2 + above / 2
