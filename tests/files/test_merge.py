@@ -28,7 +28,7 @@ from slurmgpu.run.lock import run_lock
 from slurmgpu.run.recompute import Again, Recompute, read_recompute, recompute_path, write_recompute
 from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_over
 from slurmgpu.search.items import story_of_item
-from slurmgpu.shards.columns import Array, Text, columns_to_json
+from slurmgpu.shards.columns import Array, Ragged, Text, columns_to_json
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.shards.shard_file import Directory, read_directory, verify_shard, write_shard
 from slurmgpu.shards.userblock import DamagedShardError, Reader, pack_userblock, read_userblock
@@ -41,12 +41,13 @@ from tests.support.failing import put, read_wrongly_once
 from tests.support.runs import planned_run
 from tests.support.shard_files import craft
 
-COLUMNS = {"twice": Array("int64"), "word": Text()}
+COLUMNS = {"twice": Array("int64"), "word": Text(), "parts": Ragged("float64")}
 N_ITEMS, SHARD_ITEMS = 23, 5
 
 
 def row(index, sign=1):
-    return {"twice": np.array(2 * index * sign, "<i8"), "word": b"w" * (index % 4)}
+    twice = 2 * index * sign
+    return {"twice": np.array(twice, "<i8"), "word": b"w" * (index % 4), "parts": np.full(index % 3, twice, "<f8")}
 
 
 @pytest.fixture
@@ -269,9 +270,16 @@ def test_a_shard_that_was_set_aside_and_is_whole_is_taken_back(run):
     check_one_truth(run)
 
 
-def test_a_shard_that_was_set_aside_and_is_still_damaged_is_not_taken_back(run, caplog):
+@pytest.mark.parametrize("kind", ["cut", "of another plan", "of another shard"])
+def test_a_shard_that_was_set_aside_and_is_still_damaged_is_not_taken_back(run, caplog, kind):
     path = publish_all(run)[2]
-    path.write_bytes(path.read_bytes()[:-1])
+    match kind:
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-1])
+        case "of another plan":
+            publish(replace(run, plan=replace(run.plan, seed=8)), 2)
+        case "of another shard":
+            path.write_bytes(run.shard_path(1).read_bytes())
     for _ in range(2):
         assert [hole["shard"] for hole in merge(run)["missing"]] == [2]
     assert "is used again" not in caplog.text
