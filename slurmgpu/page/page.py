@@ -28,8 +28,9 @@ from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
 from slurmgpu.page.words import as_typed, cut, moment, plain
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
+from slurmgpu.report.next_step import next_step
 from slurmgpu.report.origin import origin_in_words, origin_of
-from slurmgpu.report.report_file import WRONG_INPUT, Report, every_item_failed, faults_of, only_input_failed
+from slurmgpu.report.report_file import Report, every_item_failed, faults_of
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import LEAST_PER_S, count_of, duration, rate_of
@@ -78,8 +79,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "report": report,
         "origin": plain(origin_in_words(origin_of(run.plan), title_of(run.plan.workload, ""))),
         "every_failed": every_item_failed(report),
-        "only_input_failed": only_input_failed(report),
-        "wrong_input": only_input_failed(report) and not run.plan.has_promised_input and WRONG_INPUT,
+        "next_step": next_step(report, run),
         "version": __version__,
         "figures": facts.figures_of(report, spans),
         "summary": summary_of(report["summary"], MAX_ROWS, MAX_COLUMNS),
@@ -118,7 +118,11 @@ def _template() -> jinja2.Template:
         loader=jinja2.FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters |= {"plain": plain, "as_typed": as_typed}
+    environment.filters |= {
+        "plain": plain,
+        "as_typed": as_typed,
+        "capitalized": lambda text: text[:1].upper() + text[1:],
+    }
     environment.filters |= {"number": lambda value: f"{value:,}", "count_of": count_of, "cut": cut}
     environment.globals |= {name: Markup((here / f"page.{name}").read_text("utf-8")) for name in ("css", "js")}
     return environment.get_template("page.html.j2")

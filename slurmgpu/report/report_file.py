@@ -174,13 +174,6 @@ def command_to_resubmit_failed(run: Run, n_errors: int) -> str | None:
     return f"slurmgpu resubmit {run.typed} --failed" if name is None else with_another_function(run, name)
 
 
-WRONG_INPUT = (
-    "the same input fails again: correct it, or recompute the failed items of the earlier run that it comes from, then "
-    "submit a new run with another --run-dir"
-)
-"""What to do where only the input is at fault, and stays as it is."""
-
-
 def only_input_failed(report: Report) -> bool:
     """Whether nothing is missing, and the input is at fault for every failed item: the same input fails again."""
     return report["complete"] and [*report["errors_by_class"]] == ["input_error"]

@@ -995,7 +995,7 @@ def test_rows_that_failed_in_an_earlier_run_fail_in_the_next(project, slurmgpu):
     plan["input"]["files"][0]["size_bytes"] = PROMISED
     (folder / "next" / "run.json").write_text(json.dumps(plan))
     told = slurmgpu("report", "next", cwd=folder, expect=0).stdout
-    assert f"the run that this one waited for (--after), and then: slurmgpu resubmit {folder}/next --failed" in told
+    assert f"(--after), recompute those of this one with: slurmgpu resubmit {folder}/next --failed" in told
 
 
 def test_text_in_brackets_and_colons_is_shown_as_it_is(project, slurmgpu):

@@ -53,10 +53,17 @@ return [
 """What an edge cuts off: texts in pictures, and on a phone what one would have to scroll sideways for."""
 
 
+def test_a_page_gives_the_advice_of_the_report(tmp_path):
+    run, value = pretended(tmp_path, n_tasks=2)
+    for attempt in value["attempts"]:
+        attempt |= {"failure": "workload_error", "message": "KeyError", "submission": 1}
+    assert "<p>After fixing the cause, compute the rest with:</p>" in draw(run, value, tmp_path)
+
+
 def test_a_page_offers_no_resubmission_where_the_same_input_fails_again(tmp_path):
     run, value = pretended(tmp_path, errors=[(3, "input_error: it is a failed row of an earlier run: no")])
     text = draw(run, value, tmp_path)
-    assert "the same input fails again: correct it" in text
+    assert "The same input fails again: correct it" in text
     assert "resubmit" not in text
     plan = json.loads((run.folder / "run.json").read_text())
     file = {"path": "a.h5", "mtime_ns": PROMISED, "sha256": "", "n_items": plan["n_items"], "source": None}

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu.cli.views.columns import FOLDING, WORDS, none_began, show_table, used_by
+from slurmgpu.cli.views.columns import FOLDING, WORDS, show_table, used_by
 from slurmgpu.cli.views.dry_run import bound_in_words
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.cli.views.status import show_status
@@ -27,6 +27,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import submission
 from slurmgpu.executors.interface import Preview
 from slurmgpu.executors.resubmission import first_submission
+from slurmgpu.report.next_step import none_began
 from slurmgpu.report.report_file import judged_attempts, last_report, report_path
 from slurmgpu.report.status import read_status
 from slurmgpu.util.ansi import plain
@@ -220,7 +221,7 @@ def test_of_a_run_that_waited_in_vain_for_another_one_report_and_status_say_so(t
     assert waited not in capsys.readouterr().out
     show_report({**report, "attempts": []})
     assert waited in capsys.readouterr().out
-    assert none_began(str(run.folder)).startswith(waited.strip())  # as status says it
+    assert none_began(run).startswith(waited.strip())  # as status says it
 
 
 def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_items(tmp_path, capsys):
@@ -261,8 +262,9 @@ def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_pat
     lines = capsys.readouterr().out.splitlines()
     assert "complete, every item failed" in lines[0]
     assert submission._in_words(report).startswith("merged: complete, every item failed, 2 of ")
-    assert lines[-3:] == [
-        f"Every item failed: slurmgpu logs {run.typed} --item 3 shows where.",
+    assert lines[-4:] == [
+        f"every item failed: slurmgpu logs {run.typed} --item 3 shows where",
+        "",
         f"after fixing the code, recompute them with: slurmgpu resubmit {run.typed} --failed",
         "to change settings, columns or input, which a run freezes, submit a new run with another --run-dir",
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
@@ -12,12 +11,9 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from slurmgpu.cli.console import result
-from slurmgpu.logs.files import attempts_with_logs
-from slurmgpu.report.attempts import AttemptRow, of_last_submission
+from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.status import StatusAttempt
-from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Usage
-from slurmgpu.run.submissions import SubmissionLine, is_of_processes
 from slurmgpu.util.amounts import rate_of, some_of
 from slurmgpu.util.ansi import plain
 
@@ -111,32 +107,6 @@ def show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequence
     for message, names in list(met.items())[:MAX_LISTED]:
         result(f"  {some_of(names, MAX_NAMES)}: {message}")
     show_rest(len(met), "--json lists them all")
-
-
-def waited_in_vain(lines: Sequence[SubmissionLine], attempts: Sequence[AttemptRow]) -> str | None:
-    """What to say if no task of the last submission has started because it waited for another run; else None."""
-    if not lines or not (jobs := lines[-1].get("after")) or of_last_submission(attempts, lines):
-        return None
-    return (
-        f"no task has started: the array waited for {'jobs' if len(jobs) > 1 else 'job'} {', '.join(jobs)} (--after), "
-        f"and Slurm cancels it if that run ends incomplete. Complete that run first."
-    )
-
-
-def none_began(run_dir: str) -> str:
-    """What to say of a run of which no task has started: where its jobs wrote, or why they may not even have."""
-    run = Run.open(Path(run_dir))
-    lines = run.submissions()
-    if waited := waited_in_vain(lines, ()):
-        return waited
-    if attempts_with_logs(run):
-        return f"no task has started: slurmgpu logs {run.typed} lists what their jobs wrote"
-    if not lines or is_of_processes(lines[-1]):
-        return "no task has started"
-    return (
-        "no task has started, and no job could write a log: if they ended at once, their nodes may lack this folder, "
-        "which has to lie on a file system that they share with this machine"
-    )
 
 
 def show_rest(count: int, where: str, shown: int = MAX_LISTED) -> None:

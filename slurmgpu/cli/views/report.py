@@ -16,12 +16,10 @@ from slurmgpu.cli.views.columns import (
     MAX_ATTEMPTS,
     MAX_LISTED,
     counts_of,
-    none_began,
     show_failures,
     show_rest,
     show_table,
     used_by,
-    waited_in_vain,
 )
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
@@ -31,25 +29,22 @@ from slurmgpu.report.attempts import (
     AttemptRow,
     in_task_order,
     node_of,
-    of_last_submission,
     outcome_of,
-    ran_out_of_memory,
 )
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
+from slurmgpu.report.next_step import next_step
 from slurmgpu.report.origin import origin_in_words, origin_of
 from slurmgpu.report.report_file import (
-    WRONG_INPUT,
     FailedItem,
     Hole,
     Report,
     every_item_failed,
     faults_of,
     last_death,
-    only_input_failed,
 )
 from slurmgpu.report.versions import versions_in_words
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import policy_of, without_numbers
+from slurmgpu.run.failures import without_numbers
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import shares_gpus
 from slurmgpu.util.amounts import count_of, stretch_of, wide_clock
@@ -61,7 +56,6 @@ MAX_ODD = 8
 """The most columns with NaN or infinities that are named."""
 MIN_HOURS = 0.05
 """The ledger of fewer hours is not printed: a few minutes are not representative."""
-OTHER_RUN = "to change settings, columns or input, which a run freezes, submit a new run with another --run-dir"
 
 
 def show_report(report: Report, plan: Plan | None = None) -> None:
@@ -129,35 +123,14 @@ def _show_damage(report: Report) -> None:
 
 def _show_next(report: Report) -> None:
     """Print the next command, and what to change first if the same command would fail again."""
-    folder = shlex.quote(report["run_dir"])
-    again = report.get("resubmit_failed") or f"slurmgpu resubmit {folder} --failed"
-    by = "with" if again.startswith("slurmgpu ") else "in Python, with the edited function, by"
-    lines = report["submissions"]
-    if report["resubmit"] and (waited := waited_in_vain(lines, report["attempts"])):
-        result(f"\n{waited}")
-    elif report["resubmit"] and all(attempt["submission"] is None for attempt in report["attempts"]):
-        result(f"\n{none_began(report['run_dir'])}")
-    if report["resubmit"]:
-        policies = [policy_of(attempt["failure"]) for attempt in report["attempts"] if attempt["failure"]]
-        same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)
-        words = "after fixing the cause, compute the rest with" if same else "to compute the rest"
-        result(f"\n{words}: {report['resubmit']}")
-        if lines and lines[-1].get("array_job") and ran_out_of_memory(of_last_submission(report["attempts"], lines)):
-            result("host memory ran out: resubmit asks for more, or for what you say: --slurm mem=…")
-        if same and not report["n_rows"]:
-            result(OTHER_RUN)
-    elif only_input_failed(report):
-        if Run.open(Path(report["run_dir"])).plan.has_promised_input:
-            result(f"\nrecompute the failed items of the run that this one waited for (--after), and then: {again}")
-        else:
-            result(f"\n{WRONG_INPUT}")
-    elif report["n_errors"] == report["n_rows"] > 1 and report["errors"]:
-        result(f"\nEvery item failed: slurmgpu logs {folder} --item {report['errors'][0]['index']} shows where.")
-        result(f"after fixing the code, recompute them {by}: {again}")
-        result(OTHER_RUN)
-    elif report["n_errors"]:
-        result(f"\nafter fixing the cause, recompute failed items {by}: {again}")
-        result(f"{OTHER_RUN} (--items: of some items alone)")
+    step = next_step(report, Run.open(Path(report["run_dir"])))
+    if step is None:
+        return
+    if step.before:
+        result(f"\n{step.before}")
+    result(f"\n{step.words}: {step.command}" if step.command else f"\n{step.words}")
+    for line in step.after:
+        result(line)
 
 
 def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,7 +16,6 @@ from slurmgpu.cli.views.columns import (
     MAX_LISTED,
     counts_of,
     doing_now,
-    none_began,
     show_failures,
     show_rest,
     show_table,
@@ -24,10 +24,12 @@ from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.loader.names import title_of
 from slurmgpu.report.attempts import in_task_order
+from slurmgpu.report.next_step import none_began
 from slurmgpu.report.origin import origin_in_words
 from slurmgpu.report.queued import Job, is_held, is_suspended, reason_of
 from slurmgpu.report.state_words import ended_words, if_words, merge_words, moment, pace_words, shard_of, state_of
 from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.run.directory import Run
 from slurmgpu.util.amounts import count_of, share_of, span_of
 from slurmgpu.util.ansi import plain
 from slurmgpu.util.array_ids import array_of
@@ -54,7 +56,7 @@ def show_status(status: Status, max_rows: int = MAX_ATTEMPTS, *, tells_origin: b
     show_rest(len(lines), "status --json lists them")
     is_over = status["state"] == "ended" and status["at_work"] is False and not status["cancelled"]
     if (is_over or status["state"] == "incomplete") and not status["attempts"]:
-        say(none_began(status["run_dir"]))
+        say(none_began(Run.open(Path(status["run_dir"]))))
     if command := next_command(status):
         say(f"next: {command}")
 
