@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from urllib.parse import unquote
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.amounts import count_of, some_of
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.logging import quiet
 
 PREFIX = "hf://"
 CONVERTED = "refs/convert/parquet"
@@ -45,10 +45,11 @@ def download(named: str, *, newest: bool = False) -> list[Path]:
     If the cache has all files of a revision, the hub is not asked, except with `newest`. SlurmGPUError if a file cannot
     be downloaded, or if the hub has converted only a part of the data set.
     """
-    dataset, library = _parse(named), _library(named)
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # otherwise it warns of each retry
+    with quiet("huggingface_hub"):  # it warns of each retry
+        return _downloaded(_parse(named), _library(named), newest=newest)
+
+
+def _downloaded(dataset: Dataset, library: Any, *, newest: bool) -> list[Path]:
     try:
         if not newest and (found := _cached(library, dataset)):
             return found
@@ -68,8 +69,6 @@ def download(named: str, *, newest: bool = False) -> list[Path]:
             f"machine with network downloads it; HF_HOME must be the same there and here. "
             f"({said})"
         ) from error
-    finally:
-        logger.setLevel(level)
 
 
 def _cached(library: Any, dataset: Dataset) -> list[Path] | None:

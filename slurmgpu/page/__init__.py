@@ -6,7 +6,6 @@ May import: report, results, search, logs, run, code, util. matplotlib and jinja
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from pathlib import Path
 from slurmgpu.report.report_file import Report
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.logging import quiet
 
 NEEDED = ("jinja2", "matplotlib")
 """The packages that draw the page: the extra `html`."""
@@ -47,12 +47,9 @@ def write_page(run: Run, report: Report, path: Path, task: str | None = None) ->
 def _plain_matplotlib() -> Iterator[None]:
     """Use matplotlib without the user's backend and without its messages on font caches."""
     backend = os.environ.pop("MPLBACKEND", None)  # an unknown one makes the import fail
-    logger = logging.getLogger("matplotlib")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        yield
+        with quiet("matplotlib"):
+            yield
     finally:
-        logger.setLevel(level)
         if backend is not None:
             os.environ["MPLBACKEND"] = backend

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import TextIO
 
@@ -56,6 +58,18 @@ def enable_own_loggers() -> None:
     """Enable slurmgpu's loggers again: `logging.config` disables all existing loggers."""
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == OWN]:
         logging.getLogger(name).disabled = False
+
+
+@contextlib.contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Let another library's logger of this name log errors alone while the block lasts."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _handler(stream: TextIO) -> logging.Handler:

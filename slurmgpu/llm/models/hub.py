@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.logging import quiet
 from slurmgpu.util.shared_files import FULL
 from slurmgpu.util.users import expanded
 
@@ -82,15 +82,11 @@ def _ask(repository: str, revision: str | None, question: Callable[[Any], Any]) 
             f"model {repository!r} is not a folder, and not in the hub's cache, {cache_folder()}. To download it, "
             f"first pip install 'slurmgpu[llm]'."
         ) from error
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of each retry
     try:
-        return question(huggingface_hub)
+        with quiet("huggingface_hub"):  # it warns of each retry
+            return question(huggingface_hub)
     except Exception as error:  # its errors share no base class
         raise _refusal(repository, revision, error) from error
-    finally:
-        logger.setLevel(level)
 
 
 def similar_folder(model: str) -> str:

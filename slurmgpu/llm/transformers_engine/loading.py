@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -26,6 +25,7 @@ from slurmgpu.llm.transformers_engine.weight_layout import store_by_columns
 from slurmgpu.util.allocator import keep_freed_memory
 from slurmgpu.util.amounts import some_of
 from slurmgpu.util.exceptions import described
+from slurmgpu.util.logging import quiet
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def even_device_map(
     def map_within(limit: int) -> dict[str, int] | None:
         # Accelerate keeps room for a layer on the first device, here a dummy of no size.
         memory = {0: 0} | dict.fromkeys(range(1, n_devices + 1), limit)
-        with _quiet("accelerate"):
+        with quiet("accelerate"):
             found = infer_auto_device_map(model, memory, whole, dtype=dtype, offload_buffers=True)
         if not all(isinstance(device, int) for device in found.values()):
             return None
@@ -342,14 +342,3 @@ def log_loaded(loaded: Loaded, place: Place, options: EngineOptions, seconds: fl
         getattr(model.config, "_attn_implementation", "its own"),
         loaded.context,
     )
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Any:
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
