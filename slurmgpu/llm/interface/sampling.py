@@ -102,12 +102,12 @@ def perturb(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The model's own log-probability of each row's token, before temperature and filters; float32: (row,).
+    """The model's own log-probability of each token, before temperature and filters; float32: (row, …).
 
-    `logits` are (row, token), `tokens` (row,).
+    `logits` are (row, …, token), `tokens` (row, …).
     """
     logits = logits.float()
-    found: Tensor = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    found: Tensor = logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from slurmgpu.llm.interface.batching import MOST_ROWS, Budget, Load, n_that_fit
 from slurmgpu.llm.interface.engine import Question, Scores, Tokens
+from slurmgpu.llm.interface.sampling import log_probabilities
 from slurmgpu.llm.prompts.codec import Codec
 from slurmgpu.llm.prompts.encoded import PromptError
 from slurmgpu.llm.prompts.questions import Asked, ask, failed, scores_of
@@ -201,8 +202,7 @@ def _texts_of(batch: Sequence[Asked]) -> list[Text]:
 
 
 def _sums(logits: Tensor, following: Tensor, is_token: Tensor) -> list[float]:
-    logits = logits.float()
-    taken = logits.gather(-1, following[..., None])[..., 0] - logits.logsumexp(-1)
+    taken = log_probabilities(logits, following)
     sums: list[float] = (taken.double() * is_token).sum(1).tolist()
     return sums
 

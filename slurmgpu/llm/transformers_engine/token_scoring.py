@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from slurmgpu.llm.interface.batching import Budget, Load, n_in_pack, n_that_fit, of_like_length
 from slurmgpu.llm.interface.engine import Tokens
+from slurmgpu.llm.interface.sampling import log_probabilities
 from slurmgpu.llm.prompts.windows import Read, Window
 from slurmgpu.llm.transformers_engine.call_lengths import depends_on_length
 from slurmgpu.llm.transformers_engine.packing import Text
@@ -85,9 +86,9 @@ class TokenScorer:
         import torch
 
         pack = self._prefill.pack([Text(row[:-1]) for row in rows])
-        logits = self._prefill.forward_pack(pack).float()
+        logits = self._prefill.forward_pack(pack)
         following = torch.tensor([token for row in rows for token in row[1:]], device=logits.device)
-        logprobs = logits.gather(-1, following[:, None])[:, 0] - logits.logsumexp(-1)
+        logprobs = log_probabilities(logits, following)
         return np.split(logprobs.cpu().numpy(), np.cumsum([len(row) - 1 for row in rows[:-1]]))
 
     def _read_rows(self, texts: Sequence[Tokens]) -> list[npt.NDArray[np.float32]]:
@@ -104,7 +105,6 @@ class TokenScorer:
         for start in range(0, n_columns, n_at_once):
             part = slice(start, start + n_at_once)
             mask = ids.new_ones(n_rows, min(n_columns, start + n_at_once)) if start else None
-            logits = self._prefill.forward(ids[:, part], mask, positions[:, part], cache, n_logits=0).float()
-            taken = logits.gather(-1, following[:, part, None])[..., 0] - logits.logsumexp(-1)
-            found.append(taken.cpu())
+            logits = self._prefill.forward(ids[:, part], mask, positions[:, part], cache, n_logits=0)
+            found.append(log_probabilities(logits, following[:, part]).cpu())
         return list(torch.cat(found, 1).numpy())
