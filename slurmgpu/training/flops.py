@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.module_tracker import ModuleTracker
 
 from slurmgpu.errors import SlurmGPUError
 
@@ -61,15 +65,39 @@ def _has(name: str, word: str) -> bool:
 def count_flops(fn: Callable[[], object]) -> float:
     """The floating-point operations of products, convolutions and attention in `fn()`, including backward passes.
 
-    Counted by torch.utils.flop_counter. Compiled code runs uncompiled here, since kernels cannot be inspected.
+    Those that gradient checkpointing computes again do not count, as in MFU. Counted by torch.utils.flop_counter.
+    Compiled code runs uncompiled here, since kernels cannot be inspected.
     """
     eager = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     with (
         warnings.catch_warnings(),
         eager("force_eager") if eager else contextlib.nullcontext(),
-        FlopCounterMode(display=False) as counter,
+        FlopCounterMode(display=False, custom_mapping=_once(flop_registry)) as counter,
     ):
         # The counter's hooks run twice then; that affects names of modules, not the sum.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
         fn()
     return float(counter.get_total_flops())
+
+
+def _once(formulas: dict[Any, Callable[..., int]]) -> dict[Any, Callable[..., int]]:
+    """Formulas that are 0 while activations are computed again."""
+    tracker = ModuleTracker()  # not entered: it says whether a backward pass runs
+
+    def counted(formula: Callable[..., int]) -> Callable[..., int]:
+        def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
+            is_again = tracker.is_bw and torch.is_grad_enabled() and _is_checkpointed()
+            return 0 if is_again else formula(*arguments, out_val=out_val, **named)
+
+        count._get_raw = True  # type: ignore[attr-defined]  # it takes tensors, as the registered formulas do
+        return count
+
+    return {operation: counted(formula) for operation, formula in formulas.items()}
+
+
+def _is_checkpointed() -> bool:
+    """Whether torch.utils.checkpoint has called this."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from slurmgpu import SlurmGPUError, throughput
 from slurmgpu.training.flops import count_flops, peak_flops
@@ -231,6 +233,25 @@ def test_what_a_gpu_could_do_is_known_by_its_name(gpu, precision, teraflops):
 def test_an_unknown_precision_is_refused_on_every_device():
     with pytest.raises(SlurmGPUError, match="precision is 'bfloat16'; expected one of 'bf16', 'fp16', 'tf32', 'fp32'"):
         throughput(precision="bfloat16")
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_flops_that_checkpointing_computes_again_do_not_count(use_reentrant):
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(3)]
+    x = torch.ones(8, 16, requires_grad=True)
+
+    def passes(call):
+        def run():
+            found = x
+            for block in blocks:
+                found = call(block, found)
+            found.mean().backward()
+
+        return run
+
+    plain = count_flops(passes(lambda block, value: block(value)))
+    assert plain == 3 * 2 * 8 * (3 * 2 * 16 * 16)  # forward, and both gradients
+    assert count_flops(passes(partial(checkpoint, use_reentrant=use_reentrant))) == plain
 
 
 def test_flops_are_those_of_forward_and_backward_compiled_or_not(one_thread):
