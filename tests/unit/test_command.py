@@ -27,7 +27,7 @@ from slurmgpu.workload import Share
 from slurmgpu.workloads.command import (
     Command,
     caller,
-    outputs,
+    output_formats,
     placeholders,
     printed_row,
     process,
@@ -35,6 +35,7 @@ from slurmgpu.workloads.command import (
     sinks,
     submitted_program,
     workload,
+    written_back,
 )
 from slurmgpu.workloads.command.process import CallFailedError, Child
 from tests.support.runs import has_ended, wait_until
@@ -1216,7 +1217,7 @@ def test_a_last_line_without_its_end_counts_and_so_do_empty_ones_not(score):
 
 
 def test_a_line_without_end_is_bounded(score, monkeypatch):
-    monkeypatch.setattr("slurmgpu.workloads.command.outputs.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("slurmgpu.workloads.command.output_formats.MAX_BYTES", 1 << 20)
     body = "f = open(path, 'wb'); f.truncate(600 << 20)"  # a hole: 600 MB without an end of line
     assert "line 1 of {out} has more than 1 MiB" in failing(score(body), items("a"))
 
@@ -1443,8 +1444,8 @@ def test_a_field_that_pandas_writes_in_its_own_way_is_the_one_that_it_read(tmp_p
     ],
 )
 def test_a_time_or_an_id_that_differs_little_from_the_items_is_a_result(given, written, result):
-    assert outputs.is_written_back("", written, given)
-    assert not outputs.is_written_back("", result, given)
+    assert written_back.is_written_back("", written, given)
+    assert not written_back.is_written_back("", result, given)
 
 
 @pytest.mark.parametrize("forms", ["jsonl jsonl", "jsonl csv", "csv csv", "csv jsonl"])
@@ -1483,7 +1484,7 @@ def test_tables_and_dates_that_pandas_writes_are_those_that_it_read(tmp_path, mo
     ],
 )
 def test_a_value_that_is_written_in_another_way_is_the_items_and_another_is_not(name, value, given, is_same):
-    assert outputs.is_written_back(name, value, given) is is_same
+    assert written_back.is_written_back(name, value, given) is is_same
 
 
 LIST = """
@@ -1710,7 +1711,7 @@ def test_an_output_that_may_not_be_read_fails_its_slice(score, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setitem(outputs._READERS, "jsonl", denied)
+    monkeypatch.setitem(output_formats.READERS, "jsonl", denied)
     assert "failed: {out} cannot be read: Permission denied" in failing(score("write(map(row, items))"), items("a"))
 
 

@@ -20,7 +20,8 @@ from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.pipes import has_outlived
 from slurmgpu.workloads.command.items_file import write_items
-from slurmgpu.workloads.command.outputs import Collected, Match, Values, read_output
+from slurmgpu.workloads.command.output_formats import Values
+from slurmgpu.workloads.command.outputs import Collected, Match, read_output
 from slurmgpu.workloads.command.placeholders import END, FILE, IN, IN_FORMATS, OUT, START, CommandLine, content_of
 from slurmgpu.workloads.command.printed_row import PrintedRow, is_metric
 from slurmgpu.workloads.command.process import SETTLE_S, CallFailedError, Child

@@ -14,6 +14,8 @@ from slurmgpu.workloads.command.placeholders import as_json, plain
 
 OF_ROWS = ("index", "error")
 """Reserved names: they describe the item itself, so no field may have them in forms that mix both."""
+BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+"""Texts of true and false, in lower case."""
 
 
 def request_of(index: int, seed: int, data: Mapping[str, object], form: str, *, has_index: bool) -> bytes:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from slurmgpu.errors import NodeError
-from slurmgpu.workloads.command.outputs import Collected, parse_object
+from slurmgpu.workloads.command.output_formats import parse_object
+from slurmgpu.workloads.command.outputs import Collected
 from slurmgpu.workloads.command.process import GRACE_S, CallFailedError, Child, DiedError
 from slurmgpu.workloads.command.sinks import Lines, OutputError, ToLog
 

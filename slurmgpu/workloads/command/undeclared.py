@@ -12,7 +12,7 @@ from slurmgpu.shards.column_types import types_of_rows
 from slurmgpu.shards.columns import Column
 from slurmgpu.util.amounts import some_of
 from slurmgpu.workload import Row
-from slurmgpu.workloads.command.outputs import is_written_back
+from slurmgpu.workloads.command.written_back import is_written_back
 
 log = logging.getLogger(__name__)
 

@@ -26,13 +26,8 @@ from slurmgpu.util.signals import is_self_inflicted
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.caller import Call, Caller
 from slurmgpu.workloads.command.items_file import request_of, taken_for
-from slurmgpu.workloads.command.outputs import (
-    Values,
-    WrongFormError,
-    check_format,
-    in_order,
-    without_namesakes,
-)
+from slurmgpu.workloads.command.output_formats import Values, WrongFormError, check_format
+from slurmgpu.workloads.command.outputs import in_order, without_namesakes
 from slurmgpu.workloads.command.placeholders import (
     IN,
     IN_FORMATS,
