@@ -13,7 +13,8 @@ from slurmgpu.code import snapshots
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.plan.allocation import allocate
-from slurmgpu.plan.run_file import merge_tables, parse_resources
+from slurmgpu.plan.merged_tables import merge_tables
+from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.submissions import Submission, SubmissionLine

@@ -9,7 +9,8 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.allocation import allocate
-from slurmgpu.plan.run_file import merge_tables, parse_resources
+from slurmgpu.plan.merged_tables import merge_tables
+from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.run.directory import Run
 from slurmgpu.run.frozen_plan import Plan
 from slurmgpu.run.submissions import Submission

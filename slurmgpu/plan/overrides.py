@@ -9,7 +9,9 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.loader.names import title_of
-from slurmgpu.plan.run_file import Part, RunFile, merge_tables, plain_names, read_value, table_of, takes
+from slurmgpu.plan.merged_tables import Part, merge_tables
+from slurmgpu.plan.run_file import RunFile, read_value, table_of, takes
+from slurmgpu.plan.slurm_options import plain_names
 from slurmgpu.util.dotted_keys import parts_of
 
 SET = "--set"

@@ -29,6 +29,7 @@ from pydantic import (
 from slurmgpu.containers.runtime import DEFAULT_RUNTIME, RUNTIMES
 from slurmgpu.errors import GPUFaultError, SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
+from slurmgpu.plan.slurm_options import SlurmOptions, SlurmValue, refuse_nul
 from slurmgpu.plan.trackers import CredentialError, parse_destination
 from slurmgpu.util import gpus
 from slurmgpu.util.plugins import Plugins
@@ -39,84 +40,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SlurmValue = str | int | float | bool | list[str]
-
 TableT = TypeVar("TableT", bound=BaseModel)
 
-NTASKS = (
-    *("ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_core", "ntasks_per_gpu", "ntasks_per_socket"),
-    "ntasks_per_tres",
-)
-SLURM_RESERVED = {
-    "array": "--gpus, --tasks and --array of slurmgpu set it",
-    "dependency": "--after of slurmgpu sets it",
-    "gpus": "[resources] gpus sets it",
-    "gpus_per_node": "[resources] gpus and gpus_per_task set it",
-    "gpus_per_task": "[resources] gpus_per_task sets it",
-    "nodes": "[resources] nodes_per_task sets it",
-    **dict.fromkeys(
-        NTASKS,
-        "a task is one process on each of its nodes, which starts one for each GPU if needed, and [resources] "
-        "tasks_per_node says how many tasks a job has",
-    ),
-    **dict.fromkeys(
-        ("clusters", "cluster", "M"), "slurmgpu finds its jobs on this cluster only; submit on the other cluster"
-    ),
-    "output": "logs are in the run directory",
-    "error": "logs are in the run directory",
-    "open_mode": "logs are in the run directory",
-    "wrap": "slurmgpu writes the script",
-    **dict.fromkeys(("parsable", "quiet", "test_only"), "slurmgpu reads sbatch's answer"),
-    "wait": "sbatch would not answer before all tasks have ended; --wait of slurmgpu waits for the run",
-}
-"""sbatch options that slurmgpu sets itself, and why."""
-_NOTICE = re.compile(r"(?:R:)?(?:SIG)?USR2(?:@\d+)?|False")
-"""Values of sbatch's `signal` for which tasks listen."""
-_OPTION = re.compile("[A-Za-z0-9][A-Za-z0-9_]*")
 MOST = 2**63 - 1
 """The largest integer in a run's HDF5 files and in the index of its input."""
-
-
-def _refuse_nul(value: Any, name: str = "") -> None:
-    """ValueError for a text that can be no path, and no line of a script: it would end at this character."""
-    for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and "\0" in text:
-            raise ValueError(f"{name} holds a NUL character".lstrip())
-
-
-def _slurm_names(value: Any) -> Any:
-    """Options of sbatch by their long names, with '-' or '_'; those that slurmgpu sets itself are refused."""
-    if not isinstance(value, Mapping):
-        return value
-    # An unquoted 04:00:00 is a time of day to TOML.
-    options = {
-        name: str(option) if isinstance(option, datetime.time) else option
-        for name, option in plain_names(value).items()
-    }
-    for name, option in options.items():
-        if not _OPTION.fullmatch(name):  # a line break in it would begin another line of the script
-            raise ValueError(f"{name!r} is not an option of sbatch: its name has letters, digits, '_' and '-'")
-        _refuse_nul(option, name)
-        if name in SLURM_RESERVED:
-            raise ValueError(f"{name!r} cannot be set here: {SLURM_RESERVED[name]}")
-        if name == "signal" and not _NOTICE.fullmatch(str(option)):
-            raise ValueError(
-                "'signal' must be USR2, such as \"USR2@300\": another one would kill tasks before their end"
-            )
-        if isinstance(option, list) and name != "setup":
-            raise ValueError(f"{name!r} is a list; only setup (the commands that the script runs first) takes a list")
-    if isinstance(options.get("setup"), str):
-        options["setup"] = [options["setup"]]
-    return options
-
-
-def plain_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of sbatch with '_' in their names, with or without leading dashes."""
-    return {str(name).lstrip("-").replace("-", "_"): value for name, value in options.items()}
-
-
-SlurmOptions = Annotated[dict[str, SlurmValue], BeforeValidator(_slurm_names)]
-
 
 ALL = "all"
 """Instead of a number of GPUs: as many as this machine has."""
@@ -164,7 +91,7 @@ class Table(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _without_nul(cls, value: Any) -> Any:
-        _refuse_nul(value)
+        refuse_nul(value)
         return value
 
 
@@ -375,34 +302,6 @@ def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
         return TypeAdapter(SlurmOptions).validate_python(options)
     except ValidationError as error:
         raise SlurmGPUError(f"--slurm: {_first_problem(error)}") from error
-
-
-class Part(dict[str, Any]):
-    """A table with some keys set: it updates another table instead of replacing it."""
-
-
-def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` updated by `above`, key by key, also within tables; a None in `above` changes nothing.
-
-    A mapping within a table, such as a setting, is replaced as a whole, unless it is a Part.
-    """
-    merged = dict(below)
-    for key, value in above.items():
-        if isinstance(value, Mapping):
-            merged[key] = _put_over(merged.get(key), value)
-        elif value is not None:
-            merged[key] = value
-    return merged
-
-
-def _put_over(table: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Update a table; a Part over a Part, or over nothing, stays a Part."""
-    merged = Part() if not isinstance(table, Mapping) or isinstance(table, Part) else dict(table)
-    merged.update(table if isinstance(table, Mapping) else {})
-    for name, value in given.items():
-        if value is not None:
-            merged[name] = _put_over(merged.get(name), value) if isinstance(value, Part) else value
-    return merged
 
 
 def _first_problem(error: ValidationError, model: type[BaseModel] | None = None) -> str:

@@ -22,6 +22,7 @@ from pydantic import Field
 from slurmgpu.containers.settings import whole_path
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT
+from slurmgpu.plan.merged_tables import merge_tables
 from slurmgpu.plan.overrides import Overrides, plain, source_of
 from slurmgpu.plan.run_file import (
     ALL,
@@ -30,14 +31,12 @@ from slurmgpu.plan.run_file import (
     GpuMemory,
     Resources,
     RunFile,
-    SlurmOptions,
     Table,
     counted,
-    merge_tables,
     parse_table,
-    plain_names,
     read_toml,
 )
+from slurmgpu.plan.slurm_options import SlurmOptions, plain_names
 from slurmgpu.plan.variables import substitute
 from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
 from slurmgpu.util.shared_files import exists

@@ -8,9 +8,9 @@ import pytest
 import slurmgpu
 from slurmgpu.api import overrides_of
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.merged_tables import merge_tables
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.plan.run_file import merge_tables
 from slurmgpu.plan.site_file import GivenRunFile, origins, put_profile, read_run_file
 from slurmgpu.run.frozen_plan import NO_RUN_FILE
 
