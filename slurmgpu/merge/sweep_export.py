@@ -22,9 +22,9 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.sweep_file import listed_runs, was_submitted
 from slurmgpu.shards.columns import columns_from_json, stored_columns
 from slurmgpu.util.atomic_files import whole_file
-from slurmgpu.util.dotted_keys import parts_of
 from slurmgpu.util.packages import check_pyarrow
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, exists, retried
+from slurmgpu.util.toml import parts_of
 
 if TYPE_CHECKING:
     from slurmgpu.results.constants import Constants

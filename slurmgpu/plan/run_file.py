@@ -10,7 +10,6 @@ import datetime
 import functools
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -34,11 +33,7 @@ from slurmgpu.plan.trackers import CredentialError, parse_destination
 from slurmgpu.util import gpus
 from slurmgpu.util.plugins import Plugins
 from slurmgpu.util.shared_files import UnusableFileError, read_given
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from slurmgpu.util.toml import tomllib
 
 TableT = TypeVar("TableT", bound=BaseModel)
 

@@ -12,7 +12,7 @@ from slurmgpu.inputs import sweeps
 from slurmgpu.plan.overrides import TABLES
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.site_file import named
-from slurmgpu.util.dotted_keys import parts_of
+from slurmgpu.util.toml import parts_of
 
 
 def split_sweep(config: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import RunFile, read_value, takes
-from slurmgpu.util.dotted_keys import parts_of
 from slurmgpu.util.redact import NAMED, hide_in
+from slurmgpu.util.toml import parts_of
 
 VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\}")
 """A variable; with two dollar signs it is a literal text with one."""

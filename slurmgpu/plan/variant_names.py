@@ -11,8 +11,8 @@ from typing import Any
 
 from slurmgpu.plan.overrides import place_of
 from slurmgpu.run.sweep_file import FILE
-from slurmgpu.util.dotted_keys import parts_of
 from slurmgpu.util.redact import hidden
+from slurmgpu.util.toml import parts_of
 
 LONGEST_TEXT, LONGEST_NAME = 40, 100
 """The longest text of a value, and of all values, in the name of a run."""

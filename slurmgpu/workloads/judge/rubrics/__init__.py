@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.llm.answers.parsing import Labels, check_labels, compile_pattern, search_all
 from slurmgpu.llm.prompts.jinja_templates import template_class
 from slurmgpu.util.shared_files import list_names, read_given
+from slurmgpu.util.toml import tomllib
 from slurmgpu.util.users import expanded
 
 FOLDER = Path(__file__).parent
@@ -122,10 +122,6 @@ def read_rubric(rubric: str | Mapping[str, Any], template_format: str | None = N
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
         value: dict[str, Any] = tomllib.loads(read_given(path).decode("utf-8-sig"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Dotted keys of TOML, such as `settings.lr`, whose names are in quotes if they have a dot."""
+"""TOML by the standard library, or by tomli before Python 3.11, and its dotted keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+__all__ = ["parts_of", "tomllib"]
+
 
 def parts_of(key: str) -> list[str]:
-    """The names of a dotted key, which are quoted as in TOML if they have a dot."""
+    """The names of a dotted key, such as `settings.lr`, which are quoted as in TOML if they have a dot."""
     try:
         value = tomllib.loads(f"{key} = 0")
     except tomllib.TOMLDecodeError:
