@@ -86,7 +86,7 @@ class TokenScorer:
         import torch
 
         pack = self._prefill.pack([Text(row[:-1]) for row in rows])
-        logits = self._prefill.forward_pack(pack)
+        logits = self._prefill.forward_pack(pack).float()  # the half ones are freed
         following = torch.tensor([token for row in rows for token in row[1:]], device=logits.device)
         logprobs = log_probabilities(logits, following)
         return np.split(logprobs.cpu().numpy(), np.cumsum([len(row) - 1 for row in rows[:-1]]))
@@ -105,6 +105,6 @@ class TokenScorer:
         for start in range(0, n_columns, n_at_once):
             part = slice(start, start + n_at_once)
             mask = ids.new_ones(n_rows, min(n_columns, start + n_at_once)) if start else None
-            logits = self._prefill.forward(ids[:, part], mask, positions[:, part], cache, n_logits=0)
+            logits = self._prefill.forward(ids[:, part], mask, positions[:, part], cache, n_logits=0).float()
             found.append(log_probabilities(logits, following[:, part]).cpu())
         return list(torch.cat(found, 1).numpy())
