@@ -22,7 +22,7 @@ from slurmgpu.page.clock import Clock, make_clock
 from slurmgpu.page.excerpts import add_excerpts
 from slurmgpu.page.pictures import ledger_bar, left_of, rates, throughput, timeline
 from slurmgpu.page.rows import rows_of as merged_rows_of
-from slurmgpu.page.spans import AttemptSpan, begin_of, rows_of, spans_of
+from slurmgpu.page.spans import AttemptSpan, begin_of, items_of, rows_of, spans_of
 from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
 from slurmgpu.page.words import as_typed, cut, moment, plain
@@ -135,7 +135,7 @@ def _pictures(run: Run, report: Report, spans: Sequence[AttemptSpan], clock: Clo
         drawn["timeline"] = _both(
             "timeline", _about_timeline(spans, clock), lambda width: timeline(spans, clock, width)
         )
-        drawn["throughput"] = _throughput(run, spans, clock)
+        drawn["throughput"] = _throughput(run, report, spans, clock)
         try:
             drawn |= _usage(run, report, spans, clock, task)
         except Exception:
@@ -174,9 +174,12 @@ def _about_pauses(clock: Clock) -> str:
     return f"{len(pauses)} pauses of {pauses[0]} to {pauses[-1]}, left out"
 
 
-def _throughput(run: Run, spans: Sequence[AttemptSpan], clock: Clock) -> Drawn | None:
-    sizes = {shard: b - a for shard in range(run.plan.n_shards) for a, b in [run.plan.bounds(shard)]}
-    edges, found = rates(spans, clock, sizes)
+def _throughput(run: Run, report: Report, spans: Sequence[AttemptSpan], clock: Clock) -> Drawn | None:
+    def size_of(shard: int) -> int:
+        start, stop = run.plan.bounds(shard)
+        return stop - start if 0 <= shard < run.plan.n_shards else 0
+
+    edges, found = rates(spans, clock, items_of(report, size_of))
     if not any(rate.any() for rate in found.values()):
         return None
     top = np.sum(list(found.values()), axis=0)

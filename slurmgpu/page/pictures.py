@@ -139,18 +139,18 @@ def _ends(axes: Axes, rows: Sequence[tuple[str, list[AttemptSpan]]], clock: Cloc
 
 
 def rates(
-    spans: Sequence[AttemptSpan], clock: Clock, shard_items: Mapping[int, int]
+    spans: Sequence[AttemptSpan], clock: Clock, n_items: Mapping[tuple[str, int, float], float]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Edges of time bins, and items per second in each bin by kind of shard computation.
 
-    The items of a shard are spread evenly over its time.
+    `n_items` are those of each computation, by attempt, shard and start. They are spread evenly over its time.
     """
     edges = np.linspace(0, clock.end, N_BINS + 1)
     found = {}
     for kind in OF_SHARDS:
-        shards = [entry for span in spans for entry in span.shards if entry[3] == kind]
-        starts, stops = (clock.place(np.array([shard[i] for shard in shards] or [0.0], float)) for i in (1, 2))
-        items = np.array([shard_items.get(shard[0], 0) for shard in shards] or [0], float)
+        shards = [(span.attempt, *entry) for span in spans for entry in span.shards if entry[3] == kind]
+        starts, stops = (clock.place(np.array([shard[i] for shard in shards] or [0.0], float)) for i in (2, 3))
+        items = np.array([n_items.get(shard[:3], 0) for shard in shards] or [0], float)
         found[kind] = _spread(edges, starts, np.maximum(stops, starts + 1e-3), items)
     return edges, found
 

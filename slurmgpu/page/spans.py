@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,23 @@ def begin_of(report: Report, spans: Sequence[AttemptSpan]) -> float:
 def makers_of(spans: Sequence[AttemptSpan]) -> dict[int, str]:
     """The attempt whose rows are in the result, by shard."""
     return {shard: span.attempt for span in spans for shard, _, _, kind in span.shards if kind == "useful"}
+
+
+def items_of(report: Report, size_of: Callable[[int], int]) -> dict[tuple[str, int, float], float]:
+    """The items of each computation of a shard, by attempt, shard and start; `size_of` is the number in a whole shard.
+
+    Computations of a few items again have equal shares of what the attempt computed beside whole shards.
+    """
+    found = {}
+    for attempt in report["attempts"]:
+        with contextlib.suppress(*NONSENSE):
+            entries = _published(attempt)
+            n_whole = sum(size_of(shard) for shard, _, _, won, *revision in entries if won and not revision)
+            n_again = sum(bool(won and revision) for _, _, _, won, *revision in entries)
+            share = max(0, attempt["n_items"] - n_whole) / max(1, n_again)
+            for shard, at, _, _, *revision in entries:
+                found[str(attempt["attempt"]), shard, at] = share if revision else float(size_of(shard))
+    return found
 
 
 def _counting(report: Report) -> Counting:

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypedDict, cast
 
 from slurmgpu.report.queued import Queue, is_suspended, requeued, startable, tasks_of_job
@@ -27,6 +28,10 @@ BETWEEN_S = 5.0
 """The longest time without a shard between two shards; a longer one means that none is free."""
 SHARE = 4
 """A task takes at most its share of the open shards divided by this at once."""
+
+
+NONE: Mapping[int, int] = MappingProxyType({})
+"""No shard of which some items are computed again."""
 
 
 class PaceRecord(TypedDict):
@@ -94,10 +99,12 @@ def pace_of(
     queue: Queue | None,
     now: float,
     patience_s: float | None = None,
+    again: Mapping[int, int] = NONE,
 ) -> Pace:
     """The pace of a run at the time `now`; `queue` are its jobs as in the JSON of status.
 
-    Ignores attempts that have written nothing for `patience_s`, by default a lease, and suspended ones.
+    Ignores attempts that have written nothing for `patience_s`, by default a lease, and suspended ones. `again` is how
+    many items of a shard the current submission recomputes.
     """
     patience_s = patience(plan.lease_s) if patience_s is None else patience_s
     stopped = {task for job in queue or () if is_suspended(job) for task in tasks_of_job(job)}
@@ -105,7 +112,7 @@ def pace_of(
     waiting = startable(queue or (), living)
     n_waiting = sum(job["n_tasks"] for job, _ in waiting)
     n_startable = sum(n_tasks for _, n_tasks in waiting)
-    own = {record["attempt"]: rate for record in records if (rate := rate_of(plan, record)) is not None}
+    own = {record["attempt"]: rate for record in records if (rate := rate_of(plan, record, again)) is not None}
     rates = {r["attempt"]: own[r["attempt"]] for r in living if r["attempt"] in own and computes(r)}
     counts: dict[str, Any] = {"n_living": len(living), "n_waiting": n_waiting, "rates": rates}
     n_open = plan.n_shards - len(published)
@@ -116,7 +123,7 @@ def pace_of(
     usual_rate = _mean([own[r["attempt"]] for r in living if r["attempt"] in own] or list(own.values())) or 0.0
     together = sum(own.get(r["attempt"], usual_rate) for r in living if computes(r))
     load_s = _mean([record["load_s"] for record in records if record["load_s"] is not None]) or 0.0
-    slots = [_slot_of(plan, r, own.get(r["attempt"], usual_rate), load_s, own_time(r, now)) for r in living]
+    slots = [_slot_of(plan, r, own.get(r["attempt"], usual_rate), load_s, own_time(r, now), again) for r in living]
     held = {record["shard"] for record in living if record["shard"] is not None} - set(published)
     free = _available(plan, records, set(published) | held, now)
     walltime_s = max((r["end_time"] - r["started"] for r in records if r["end_time"]), default=math.inf)
@@ -131,10 +138,11 @@ def pace_of(
         if job["start"] is not None
         for _ in range(n_tasks)
     ]
+    mean_items = _mean_items(plan, n_open, [n for shard, n in again.items() if shard not in published])
     at_once, throttled = [joining(0.0)] * n_startable, n_waiting - n_startable
-    left_s, n_over = _simulate(plan, [*slots, *known], free, joining, throttled)
+    left_s, n_over = _simulate(plan.margin_s, mean_items, [*slots, *known], free, joining, throttled)
     left_s = left_s or None  # the last shards are overdue: nothing tells how long their items still take
-    if_s = _simulate(plan, [*slots, *at_once], free, joining, throttled)[0] if at_once else left_s
+    if_s = _simulate(plan.margin_s, mean_items, [*slots, *at_once], free, joining, throttled)[0] if at_once else left_s
     n_over = n_over if len(known) == n_startable else 0
     return Pace(together if living else None, left_s, if_s, n_over, **counts)
 
@@ -147,7 +155,7 @@ def computes(record: BriefRecord) -> bool:
     return record["shard"] is not None or record["updated"] - since < BETWEEN_S
 
 
-def rate_of(plan: Plan, record: BriefRecord) -> float | None:
+def rate_of(plan: Plan, record: BriefRecord, again: Mapping[int, int] = NONE) -> float | None:
     """An attempt's items per second over its last minutes, including the time between shards; None before any.
 
     None also while all of its calls fail or all its items have failed: calls that work take other times.
@@ -157,9 +165,9 @@ def rate_of(plan: Plan, record: BriefRecord) -> float | None:
     recent = _recent(record)
     n_items, seconds = 0.0, 0.0
     begins = [*(entry[1] for entry in recent[1:]), record["shard_started"]]
-    for (shard, started, took, *_), following in zip(recent, begins, strict=False):
+    for (shard, started, took, _, *revision), following in zip(recent, begins, strict=False):
         between = following - started - took if following is not None else 0.0
-        n_items += _size(plan, shard)
+        n_items += _size(plan, shard, again if revision else NONE)
         seconds += took + (between if 0 < between < max(took, BETWEEN_S) else 0.0)
     rate = n_items / seconds if n_items and seconds > 0 else None
     if record["shard_started"] is None or record["shard"] is None:
@@ -168,7 +176,7 @@ def rate_of(plan: Plan, record: BriefRecord) -> float | None:
     if rate is None:
         return done / in_hand_s if done and in_hand_s > 0 else None
     # The attempt has slowed down if its current shard takes longer than those before.
-    is_late = in_hand_s * rate > _size(plan, record["shard"]) * (1.0 if done else LATE)
+    is_late = in_hand_s * rate > _size(plan, record["shard"], again) * (1.0 if done else LATE)
     return (n_items + done) / (seconds + in_hand_s) if is_late else rate
 
 
@@ -181,25 +189,33 @@ def _recent(record: BriefRecord) -> list[Sequence[Any]]:
     return list(entries)
 
 
-def _size(plan: Plan, shard: int) -> int:
+def _size(plan: Plan, shard: int, again: Mapping[int, int]) -> int:
+    """The items of a shard, or those of them that are computed again."""
+    if (n_items := again.get(shard)) is not None:
+        return n_items
     start, stop = plan.bounds(shard)
     return max(0, stop - start)  # a damaged record may name a shard that does not exist
 
 
-def _slot_of(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: float) -> Slot:
+def _mean_items(plan: Plan, n_open: int, again: Sequence[int]) -> float:
+    """The mean number of items of the open shards; `again` has those of shards of which some are computed again."""
+    return (sum(again) + (n_open - len(again)) * plan.n_items / plan.n_shards) / n_open
+
+
+def _slot_of(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: float, again: Mapping[int, int]) -> Slot:
     """A living task as a `Slot`: free after loading or after its current shard; `now` is by its clock."""
     until = math.inf if record["end_time"] is None else record["end_time"] - plan.margin_s - now
     age = now - record["updated"]
     if record["state"] != "running":
         since = record["phases"][-1][0]
         # A shard that it holds after a worker's death comes first.
-        again = 0.0 if record["shard"] is None else _size(plan, record["shard"]) / rate
-        free = max(0.0, load_s - (now - since)) + again
-        return Slot(free, rate, until, again)
+        held_s = 0.0 if record["shard"] is None else _size(plan, record["shard"], again) / rate
+        free = max(0.0, load_s - (now - since)) + held_s
+        return Slot(free, rate, until, held_s)
     started = record["shard_started"]
     if record["shard"] is None or started is None:
         return Slot(0.0, rate, until)
-    size, done = _size(plan, record["shard"]), record["shard_done"]
+    size, done = _size(plan, record["shard"], again), record["shard_done"]
     # Progress is known to the batch: estimate by the clock within the current batch.
     least, most = ((size - done - n) / rate - age for n in (plan.batch_size, 0))
     left = max(0.0, least, min(most, size / rate - (now - started)))
@@ -222,7 +238,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _simulate(
-    plan: Plan,
+    margin_s: float,
+    mean_items: float,
     slots: Sequence[Slot],
     free: Sequence[tuple[float, int]],
     joining: Callable[[float], Slot],
@@ -232,7 +249,7 @@ def _simulate(
 
     A task whose walltime ends is replaced by a throttled one.
     """
-    ends = [slot.until_s + plan.margin_s for slot in slots]
+    ends = [slot.until_s + margin_s for slot in slots]
     # Shards that a walltime cuts off go to others.
     cut = [slot.shard_s > 0 and slot.free_s > end for slot, end in zip(slots, ends, strict=True)]
     heap = [(end if is_cut else slot.free_s, slot) for slot, end, is_cut in zip(slots, ends, cut, strict=True)]
@@ -241,7 +258,7 @@ def _simulate(
         (slot.free_s for slot, is_cut in zip(slots, cut, strict=True) if slot.shard_s and not is_cut), default=0.0
     )
     heapq.heapify(heap)
-    n_left, mean_items = sum(n for _, n in pools), plan.n_items / plan.n_shards
+    n_left = sum(n for _, n in pools)
     together = sum(slot.rate for slot in slots)
     while n_left and heap:
         at, slot = heapq.heappop(heap)

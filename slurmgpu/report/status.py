@@ -148,7 +148,7 @@ class StatusReader:
         """
         now = time.time() if now is None else now
         run, plan = self.run, self.run.plan
-        (published, n_kept), claimed = self._published.get(now), self._claimed.get(now)
+        (published, n_kept, again), claimed = self._published.get(now), self._claimed.get(now)
         records, left_out = self._read_records(now)
         lines = self._lines.get(now)
         queue, leaving = self._compare(queued, records, lines, now)
@@ -158,7 +158,7 @@ class StatusReader:
         may_live = at_work is not False or not is_over(lines)
         alive = living_of(records, queue, now, patience_s) if may_live else []
         living = {record["attempt"] for record in alive}
-        pace = pace_of(plan, records, published, queue, now, patience_s)
+        pace = pace_of(plan, records, published, queue, now, patience_s, again)
         deaths = Counter(death["class"] for record in records for death in record["deaths"])
         gpus = self._read_gpus(sorted(living), gpus_of, now)
         merged = self._report.get(now)
@@ -172,7 +172,7 @@ class StatusReader:
         done, n_kept = (range(plan.n_shards), 0) if is_complete and is_final(lines) else (published, n_kept)
         verdicts = _verdicts(records, merged.rows, lines, living)
         attempts = [
-            _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now, verdicts[name])
+            _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now, verdicts[name], again)
             for name, record in ((record["attempt"], record) for record in records)
         ]
         failures = Counter(failure for failure, _ in verdicts.values() if failure)
@@ -211,10 +211,10 @@ class StatusReader:
             "complete": is_complete,
         }
 
-    def _done(self) -> tuple[set[int], int]:
+    def _done(self) -> tuple[set[int], int, Mapping[int, int]]:
         """The published shards, without those in which the current submission recomputes items.
 
-        Also the number of items in the latter whose rows stay.
+        Also the number of items in the latter whose rows stay, and of each shard the number of recomputed items.
         """
         run, lines = self.run, self.run.submissions()
         if not is_final(lines):
@@ -223,7 +223,8 @@ class StatusReader:
         published, again = run.published(), {} if run.recompute is None else run.recompute.shards
         open_ones = again.keys() - published
         n_items = sum(stop - start for start, stop in map(run.plan.bounds, open_ones))
-        return published, n_items - sum(again[shard].n_items for shard in open_ones)
+        n_kept = n_items - sum(again[shard].n_items for shard in open_ones)
+        return published, n_kept, {shard: each.n_items for shard, each in again.items()}
 
     def _compare(
         self, queued: Queue | None, records: Sequence[_Shown], lines: Lines, now: float
@@ -396,16 +397,26 @@ def _n_items(run: Run, published: Collection[int]) -> int:
 
 
 def _attempt(
-    run: Run, record: _Shown, rate: float | None, gpu: GPUSample | None, is_living: bool, now: float, verdict: Verdict
+    run: Run,
+    record: _Shown,
+    rate: float | None,
+    gpu: GPUSample | None,
+    is_living: bool,
+    now: float,
+    verdict: Verdict,
+    again: Mapping[int, int],
 ) -> StatusAttempt:
     shard = record["shard"]
     start, stop = (0, 0) if shard is None else run.plan.bounds(shard)
+    n_items = None if shard is None else stop - start
+    if shard is not None and is_living:
+        n_items = again.get(shard, n_items)
     copied = {key: value for key, value in record.items() if key in StatusAttempt.__annotations__}
     derived = {
         "state_since": record["phases"][-1][0],
         "n_gpus": record["n_gpus"] * record["n_nodes"],
         "silent": record["state"] != "ended" and not is_living,
-        "shard_items": stop - start if shard is not None else None,
+        "shard_items": n_items,
         "items_per_s": rounded_rate(rate),
         "n_deaths": len(record["deaths"]),
         "last_death": last_death(record["deaths"]),

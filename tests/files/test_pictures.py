@@ -11,7 +11,7 @@ from slurmgpu import page as pages
 from slurmgpu.page import page
 from slurmgpu.page.clock import make_clock
 from slurmgpu.page.pictures import LABELLED_ROWS, left_of, rates, throughput, timeline
-from slurmgpu.page.spans import AttemptSpan, begin_of, spans_of
+from slurmgpu.page.spans import AttemptSpan, begin_of, items_of, spans_of
 from slurmgpu.page.svg import NARROW, WIDE, style
 from slurmgpu.page.usage import draw_usage, read_usage
 from slurmgpu.report.ledger import KINDS
@@ -119,6 +119,21 @@ def test_timeline_and_throughput_have_the_same_moment_at_the_same_place(n_tasks,
     assert below.get_title(loc="left") == "items per hour"
 
 
+def test_items_that_are_computed_again_are_drawn_once_each_and_not_as_whole_shards():
+    attempts = [
+        {"attempt": "1_0.0", "submission": 1, "n_items": 16, "shards": [[0, 10.0, 8.0, True], [1, 18.0, 8.0, True]]},
+        {"attempt": "2_0.0", "submission": 2, "n_items": 8 + 3, "shards": [[2, 50.0, 8.0, True]]},
+    ]
+    attempts[1]["shards"] += [[0, 60.0, 1.0, True, 1], [1, 61.0, 2.0, True, 1]]
+    common = {"failure": None, "node": "", "ended": None, "updated": 70.0, "seconds": 20.0, "deaths": []}
+    common |= {"phases": [[5.0, "running"]], "started": 5.0}
+    report = {"attempts": [{**each, **common} for each in attempts], "n_shards": 3, "missing": []}
+    spans, n_items = spans_of(report), items_of(report, lambda shard: 8)
+    assert n_items["2_0.0", 0, 60.0] == n_items["2_0.0", 1, 61.0] == 1.5
+    edges, found = rates(spans, make_clock(0.0, [(0.0, 70.0)]), n_items)
+    assert (found["useful"] * np.diff(edges)).sum() == pytest.approx(3 * 8 + 3)
+
+
 def test_on_a_phone_the_rows_of_several_submissions_have_different_names():
     spans = [
         AttemptSpan(
@@ -148,7 +163,8 @@ def test_throughput_is_told_in_the_unit_of_what_is_drawn_without_exponents(tmp_p
     begin = 1_750_000_000.0
     shards = [(0, begin, begin + 1, "lost" if lost else "useful")]
     span = AttemptSpan("7_0.0", "7_0", "", begin, begin + 1, False, [("running", begin, begin + 1)], shards, [])
-    drawn = page._throughput(run, [span], make_clock(begin, [(begin, begin + 1)]))
+    report = {"attempts": [{"attempt": "7_0.0", "n_items": n_items, "shards": [[0, begin, 1.0, True]]}]}
+    drawn = page._throughput(run, report, [span], make_clock(begin, [(begin, begin + 1)]))
     assert drawn.sentence.startswith(said)
     assert "e+" not in re.sub("<[^>]*>", "", drawn.wide)
 

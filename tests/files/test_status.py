@@ -219,6 +219,9 @@ def test_rows_that_stay_while_others_of_their_shard_are_computed_again_count_as_
     status = read_status(run, now=NOW + 5)
     assert status["n_items_done"] == before["n_items_done"] - 3
     assert status["n_shards_done"] == before["n_shards_done"] - 1
+    change(run, "4711_0.0", shard=shard)
+    shown = {each["attempt"]: each["shard_items"] for each in read_status(run, now=NOW + 5)["attempts"]}
+    assert shown == {"4711_0.0": 3, "4711_1.0": 16, "4711_2.0": 16}
     run.record_submission({"submission": 1, "state": "ended", "cancelled": True})  # and the rows stay
     assert read_status(run, now=NOW + 5)["n_items_done"] == before["n_items_done"]
 

@@ -216,6 +216,19 @@ def test_a_shard_without_progress_may_take_half_as_long_again_as_usual(steady, i
     assert rate_of(steady.plan(), record) == pytest.approx(rate)
 
 
+def test_of_shards_of_which_some_items_are_computed_again_only_these_count(steady):
+    [record, *_], _ = steady.records(1000)
+    record["published"] = [[0, BEGIN, 4.0, True, 1], [1, BEGIN + 4, 4.0, True, 1]]
+    record |= {"shard": 2, "shard_started": BEGIN + 8, "shard_done": 0, "updated": BEGIN + 9}
+    open_ones, again = {2, 3}, dict.fromkeys(range(4), 1)
+    pace = pace_of(steady.plan(), [record], set(range(200)) - open_ones, None, BEGIN + 9, again=again)
+    assert (pace.items_per_s, pace.left_s) == (0.25, pytest.approx(3 + 4))
+    half_whole = pace_of(
+        steady.plan(), [record], set(range(200)) - open_ones, None, BEGIN + 9, again={0: 1, 1: 1, 2: 1}
+    )
+    assert half_whole.left_s == pytest.approx(3 + 16 * 4, rel=0.5)
+
+
 def test_a_task_that_loads_again_computes_its_shard_once_it_has_loaded(steady):
     [record, *_], _ = steady.records(1000)
     plan, now = steady.plan(), BEGIN + 1000
