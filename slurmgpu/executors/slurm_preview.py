@@ -12,6 +12,7 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_jobs
 from slurmgpu.executors.interface import Preview
+from slurmgpu.plan.allocation import allocate
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, facts, limits, nodes
@@ -50,6 +51,7 @@ def respect_limits(
         known = facts.read_facts(commands.configuration(), account, with_nodes=is_alone)
         for note in known.notes:
             log.info("%s", note)
+    has_more = not asked.resources or allocate(parse_resources(asked.resources), None).n_tasks <= asked.n_tasks
     asked, shared = share_nodes(asked, known)
     sizes = commands.array_limits(known.config)
     most = {name: size if is_array else max(1, size) for name, size in sizes.items()}
@@ -64,7 +66,7 @@ def respect_limits(
             f"{name} is {limit}, which allows no task. Name another account, partition or qos in [slurm], or ask the "
             f"cluster's administrators."
         )
-    idle = nodes.idle_gpus(asked, known)
+    idle = nodes.idle_gpus(asked, known, has_more=has_more)
     if asked.n_jobs <= limit:
         return asked, shared + idle
     n_tasks = limit * asked.tasks_per_node

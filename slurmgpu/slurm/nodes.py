@@ -96,8 +96,11 @@ def _gpus_of(node: Node, submission: Submission) -> int:
     return node.gpus.get(kind, 0) if kind else sum(node.gpus.values())
 
 
-def idle_gpus(submission: Submission, facts: Facts) -> list[str]:
-    """A sentence if jobs are given whole nodes, and thus GPUs on which they do not compute."""
+def idle_gpus(submission: Submission, facts: Facts, *, has_more: bool = True) -> list[str]:
+    """A sentence if jobs are given whole nodes, and thus GPUs on which they do not compute.
+
+    `has_more`: there are shards for more tasks.
+    """
     per_node = submission.gpus_per_node
     for row in partitions_of(submission, facts) if per_node else ():
         name = row["PartitionName"]
@@ -107,15 +110,16 @@ def idle_gpus(submission: Submission, facts: Facts) -> list[str]:
             room = min(_tasks_of_nodes(submission, facts, name), default=1)
             return [
                 f"{what} gives each job a whole node: its {least} GPUs are held, and charged for, and the job computes "
-                f"on {per_node}. {_more_gpus(submission, least, room)}"
+                f"on {per_node}. {_more_gpus(submission, least, room, has_more=has_more)}"
             ]
     return []
 
 
-def _more_gpus(submission: Submission, least: int, room: int) -> str:
+def _more_gpus(submission: Submission, least: int, room: int, *, has_more: bool) -> str:
     """What lets a job compute on more GPUs of a node with `least` of them, which has `room` for so many tasks."""
     if submission.nodes_per_task == 1 and submission.n_tasks == submission.tasks_per_node:
-        return f"To use all, ask for them: --gpus {least} --array, or a task with gpus_per_task = {least}."
+        more = f"To use all, ask for them: --gpus {least} --array, or a task with gpus_per_task = {least}."
+        return more if has_more else "There are no shards for more tasks."
     if room > submission.tasks_per_node:
         n_used = room * submission.gpus_per_task
         return f"To use {'all' if n_used == least else n_used}, set tasks_per_node = {room}."

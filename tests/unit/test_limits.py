@@ -35,7 +35,7 @@ def submission(n_tasks=8, gpus=1, n_concurrent=None, **slurm):
 
 
 def asking(resources, **asked):
-    return replace(submission(**asked), resources=resources)
+    return replace(submission(**asked), resources={"gpus": 8, "array": True, **resources})
 
 
 def cluster_of(partition=PARTITION, association=USERS, qos=None, gpus=(4, 4), size=(64, 256_000, 1), **config):
@@ -187,6 +187,11 @@ def test_of_what_is_above_a_limit_it_is_said_what_will_happen(asked, known, name
             "its 4 GPUs are held, and charged for, and the job computes on 1. To use all, ask for them: --gpus 4",
         ),
         (submission(n_tasks=1), {"partition": WHOLE, "gpus": (4, 8, 0)}, "its 4 GPUs are held"),
+        (
+            asking({"gpus": 4, "array": True}, n_tasks=1),
+            {"partition": WHOLE},
+            "the job computes on 1. There are no shards for more tasks.",
+        ),
         (submission(gpus=6), {"partition": WHOLE, "gpus": (4, 8)}, "its 8 GPUs are held"),
         (submission(gpus=4), {"partition": WHOLE, "gpus": (4, 8)}, None),
         (submission(gpus=3), {"partition": WHOLE}, "More tasks do not fit there"),
