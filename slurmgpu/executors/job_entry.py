@@ -28,7 +28,7 @@ from slurmgpu.task.nodes import node_rank
 from slurmgpu.task.spare_worker import SpareWorker, fork_worker
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import EXIT_STOPPED
-from slurmgpu.util import early_signals
+from slurmgpu.util import cgroups, early_signals
 from slurmgpu.util.amounts import count_of
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.prctl import outlive_parent
@@ -169,13 +169,7 @@ def _has_ended(run: Run, attempt: Attempt) -> bool:
 
 def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes: int) -> Attempt:
     """The attempt of this Slurm job, which has `n_gpus` GPUs on this node, and `n_nodes` nodes."""
-    environ, n_tasks = os.environ, own.tasks_per_node
-    # A job asks for memory in one of three ways, for all of its tasks. 0 means all memory of the node.
-    shares = {
-        "SLURM_MEM_PER_NODE": 1,
-        "SLURM_MEM_PER_CPU": int(environ.get("SLURM_CPUS_ON_NODE", "0")),
-        "SLURM_MEM_PER_GPU": n_gpus * n_tasks,
-    }
+    environ, memory_mb = os.environ, _memory_mb(n_gpus * own.tasks_per_node)
     return Attempt(
         job=own.array_job,
         task=own.task,
@@ -185,13 +179,28 @@ def _attempt(run: Run, own: OwnJob, given: SubmissionLine, n_gpus: int, n_nodes:
         n_gpus=n_gpus,
         device=given["device"],
         end_time=own.end_time(),
-        memory_mb=next(
-            (int(environ[name]) * n // n_tasks or None for name, n in shares.items() if name in environ), None
-        ),
+        memory_mb=memory_mb and memory_mb // own.tasks_per_node,
         n_nodes=n_nodes,
         nodes=commands.hostnames(environ["SLURM_STEP_NODELIST"]) if n_nodes > 1 else (),
         abroad=abroad(run.submissions(), environ.get("SLURM_CLUSTER_NAME", "")),
     )
+
+
+def _memory_mb(n_gpus: int) -> int | None:
+    """The memory of this job on this node, where it has `n_gpus` GPUs, for all of its tasks; None if it is not known.
+
+    By the kernel's limit: the environment does not say by which of its settings Slurm gave memory to a job that asked
+    for none, and counts both threads of a core, of which `hint = "nomultithread"` uses one.
+    """
+    if (limit := cgroups.memory_of_job()) is not None:
+        return limit >> 20
+    # A job asks for memory in one of three ways. 0 means all memory of the node.
+    shares = {
+        "SLURM_MEM_PER_NODE": 1,
+        "SLURM_MEM_PER_CPU": int(os.environ.get("SLURM_CPUS_ON_NODE", "0")),
+        "SLURM_MEM_PER_GPU": n_gpus,
+    }
+    return next((int(os.environ[name]) * n or None for name, n in shares.items() if name in os.environ), None)
 
 
 def run_merge(folder: Path, submission: int) -> None:

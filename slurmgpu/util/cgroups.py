@@ -56,8 +56,8 @@ def memory_left() -> int | None:
     machine = _value(Path("/proc/meminfo"), "MemAvailable:")
     found = [] if machine is None else [machine * 1024]
     for file in (file for files in _counter_files() for file in files):
-        names, used_name, total = V2 if file.name == V2_EVENTS else V1
-        limits = [limit for name in names if (limit := _value(file.with_name(name))) is not None]
+        _, used_name, total = V2 if file.name == V2_EVENTS else V1
+        limits = _limits(file)
         used = _value(file.with_name(used_name))
         if limits and used is not None:
             stat = file.with_name("memory.stat")
@@ -66,10 +66,32 @@ def memory_left() -> int | None:
     return min(found, default=None)
 
 
+def memory_of_job() -> int | None:
+    """Bytes of memory that the kernel lets this process's job use on this node; None without such a limit.
+
+    The narrowest limit of the groups up to the job's: Slurm limits the step, the job, or both.
+    """
+    found = []
+    for files in _counter_files():
+        n_up = next((n for n, file in enumerate(files, 1) if file.parent.name.startswith("job_")), 0)
+        found += [limit for file in files[:n_up] for limit in _limits(file) if limit < UNLIMITED]
+    return min(found, default=None)
+
+
 V2_EVENTS = "memory.events"
 V2 = ("memory.max", "memory.high"), "memory.current", ""
 V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
 """The files with limits and with what is used, and the prefix in memory.stat of sums over the groups below."""
+
+
+UNLIMITED = 1 << 60
+"""From here on, a limit of cgroup v1 is none."""
+
+
+def _limits(file: Path) -> list[int]:
+    """The limits of the group that has this file of kills."""
+    names, *_ = V2 if file.name == V2_EVENTS else V1
+    return [limit for name in names if (limit := _value(file.with_name(name))) is not None]
 
 
 def _counter_files() -> list[list[Path]]:

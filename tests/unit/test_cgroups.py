@@ -85,3 +85,19 @@ def test_cached_files_are_memory_that_is_left_and_those_of_a_tmpfs_are_not(tree)
     stat = {"total_cache": 6 * MB, "total_active_file": MB, "total_inactive_file": MB, "active_file": 0}
     tree("4:memory:/slurm/job_7\n", {"memory/slurm/job_7": v1(10 * MB, 8 * MB, **stat)})
     assert cgroups.memory_left() == 4 * MB
+
+
+@pytest.mark.parametrize(
+    ("own", "groups", "mb"),
+    [
+        (f"0::/{STEP}", {STEP: v2(), JOB: v2(limit=9 * MB), "system.slice": v2(limit=2 * MB)}, 9),
+        (f"0::/{STEP}", {f"{JOB}/step_0": v2(limit=4 * MB), JOB: v2(limit=9 * MB)}, 4),
+        (f"0::/{STEP}", {STEP: v2(), JOB: v2()}, None),
+        ("4:memory:/slurm/uid_7/job_7/step_0", {"memory/slurm/uid_7/job_7": v1(8 * MB), "memory/slurm": v1()}, 8),
+        ("4:memory:/slurm/uid_7/job_7/step_0", {"memory/slurm/uid_7/job_7": v1()}, None),
+        ("0::/user.slice/user-7.slice", {"user.slice/user-7.slice": v2(limit=9 * MB)}, None),
+    ],
+)
+def test_the_memory_of_a_job_is_the_narrowest_limit_up_to_its_group(tree, own, groups, mb):
+    tree(f"{own}\n", groups)
+    assert cgroups.memory_of_job() == (None if mb is None else mb * MB)
