@@ -94,10 +94,17 @@ def share_nodes(asked: Submission, known: facts.Facts) -> tuple[Submission, list
     if shared.tasks_per_node == 1:
         return asked, []
     more = f" ({shared.n_tasks} tasks instead of {asked.n_tasks})" if shared.n_tasks > asked.n_tasks else ""
-    return shared, [
+    notes = [
         f"Slurm gives each job a whole node here, so {shared.tasks_per_node} tasks share one{more}. "
         f"--tasks-per-node 1 gives each task a node of its own."
     ]
+    if (default := limits.memory_of_lone_job(asked, known)) is not None:  # DefMemPerNode is for a job, of any size
+        rows = nodes.partitions_of(shared, known)
+        sizes = [size for row in rows for _, size in nodes.sizes_of_nodes(shared, known, row["PartitionName"])]
+        mem = f"{min(default, min(sizes, default=default * shared.tasks_per_node) // shared.tasks_per_node)}M"
+        shared = replace(shared, slurm={**shared.slurm, "mem": mem})
+        notes.append(f"Each asks for mem = {mem}: DefMemPerNode gives a job {default}M, however many tasks it has.")
+    return shared, notes
 
 
 def hazards(container: ContainerRecord | None) -> list[str]:

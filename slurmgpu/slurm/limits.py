@@ -284,6 +284,15 @@ def _of_nodes(asked: Submission, partition: str, n_nodes: int, why: str) -> Limi
     return Limit(f"nodes of partition {partition}", str(n_nodes), f"{wanted} at once", then)
 
 
+def memory_of_lone_job(asked: Submission, facts: Facts) -> int | None:
+    """The MB that DefMemPerNode gives a job with one task; None if it asks for memory, or another setting holds."""
+    if "MEMORY" not in facts.config.get("SelectTypeParameters", "") or asked.sbatch_options.keys() & MEMORY_OPTIONS:
+        return None
+    defaults = [_default_memory(asked, row, facts) for row in partitions_of(asked, facts)]
+    found = [each[1] for each in defaults if each is not None and each[0] == "DefMemPerNode"]
+    return min(found) if found and len(found) == len(defaults) else None
+
+
 def _default_memory(asked: Submission, partition: Row, facts: Facts) -> tuple[str, int] | None:
     """Slurm's setting by which a task that asks for no memory gets some, and the MB on a node; None if it gets all."""
     config, n_gpus = facts.config, asked.whole_gpus_per_task // asked.nodes_per_task

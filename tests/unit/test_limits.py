@@ -259,6 +259,25 @@ def test_tasks_share_the_nodes_that_slurm_gives_whole(asked, known, n_tasks, per
     assert respect_limits(shared, cluster_of(**known))[0] == shared  # a dry run fits it, and so does submit
 
 
+@pytest.mark.parametrize(
+    ("asked", "default", "mem"),
+    [
+        (submission(), {"DefMemPerNode": "8000"}, "8000M"),
+        (submission(), {"DefMemPerNode": "100000"}, "64000M"),  # a quarter of the node
+        (submission(mem="1G"), {"DefMemPerNode": "8000"}, "1G"),
+        (submission(), {"DefMemPerCPU": "500", "DefMemPerNode": "8000"}, None),  # Slurm gives each task its own
+        (submission(), UNLIMITED, None),
+        (asking({"tasks_per_node": 4}), {"DefMemPerNode": "8000"}, None),  # a dry run tells what each gets
+    ],
+)
+def test_tasks_that_share_a_whole_node_have_the_memory_that_each_would_have_alone(asked, default, mem):
+    known = cluster_of({**WHOLE, **UNLIMITED, **default}, SelectTypeParameters="CR_CORE_MEMORY", **UNLIMITED)
+    shared, _ = respect_limits(asked, known)
+    assert shared.slurm.get("mem") == mem
+    assert shared.tasks_per_node == 4
+    assert respect_limits(shared, known)[0] == shared
+
+
 def test_tasks_that_see_gpus_of_others_share_no_node():
     with pytest.raises(SlurmGPUError, match=r"gpu_bind = 'closest' under \[slurm\].* Remove gpu_bind"):
         respect_limits(asking({"tasks_per_node": 2}, gpu_bind="closest"), cluster_of())
