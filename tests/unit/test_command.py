@@ -1100,6 +1100,24 @@ def test_the_array_of_the_tasks_is_not_handed_on(monkeypatch):
     assert [name for name in found if name.startswith(("SLURM_ARRAY_", "SLURM_JOB_ID"))] == ["SLURM_JOB_ID"]
 
 
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}, set()),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, set()),
+        ({"RANK": "3"}, set()),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, {"RANK", "WORLD_SIZE", "MASTER_ADDR"}),
+        ({"MASTER_PORT": "29500"}, {"MASTER_PORT"}),
+    ],
+)
+def test_a_program_is_no_rank_of_a_group_that_the_submitting_shell_was_in(monkeypatch, told, kept):
+    for name in submitted_program.OF_A_GROUP:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert submitted_program.OF_A_GROUP & submitted_program.inherited_environment().keys() == kept
+
+
 def test_the_guard_removes_a_folder(tmp_path):
     (tmp_path / "folder").mkdir()
     guard = Guard()
