@@ -144,10 +144,15 @@ def write(configurations: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _drawn(axes: Sequence[Axis], seed: int, *, distinct: bool) -> Iterator[tuple[tuple[Any, ...], ...]]:
-    """Endless rows of the axes, drawn with `random()`, the only method that Python promises not to change."""
+    """Rows of the axes, drawn with `random()`, the only method that Python promises not to change.
+
+    They are endless unless `distinct`. How many are taken changes none of them.
+    """
     numbers = random.Random(seed)
     met: set[tuple[int, ...]] = set()
-    while True:
+    # Beyond half of a grid, most of what is drawn would have come before.
+    most = math.prod(axis.size for axis in axes) / 2 if distinct else math.inf
+    while len(met) < most:
         us = [numbers.random() if axis.size > 1 else 0.0 for axis in axes]
         if distinct:
             places = tuple(int(u * axis.size) for u, axis in zip(us, axes, strict=True))
@@ -155,6 +160,11 @@ def _drawn(axes: Sequence[Axis], seed: int, *, distinct: bool) -> Iterator[tuple
                 continue
             met.add(places)
         yield tuple(axis.at(u) for u, axis in zip(us, axes, strict=True))
+    left = [each for each in itertools.product(*(range(int(axis.size)) for axis in axes)) if each not in met]
+    while left:
+        number = int(numbers.random() * len(left))
+        left[number], left[-1] = left[-1], left[number]
+        yield tuple(axis.at((place + 0.5) / axis.size) for place, axis in zip(left.pop(), axes, strict=True))
 
 
 def _axes(table: Mapping[str, Any]) -> list[Axis]:

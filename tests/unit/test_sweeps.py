@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import random
 import shutil
 
 import pytest
@@ -111,6 +112,28 @@ def test_what_is_drawn_of_lists_is_of_the_grid_and_never_comes_twice(table, seed
     grid, found = names(expand(table, 0)), names(expand({**table, "random": n}, seed))
     assert len(found) == len(set(found)) == min(n, len(grid))
     assert set(found) <= set(grid)
+
+
+@pytest.mark.parametrize("n", [1, 49, 50, 51, 98])
+def test_a_larger_number_begins_with_what_a_smaller_one_draws(n):
+    table = {"a": list(range(10)), "b": list(range(10))}
+    assert expand({**table, "random": 99}, 7)[:n] == expand({**table, "random": n}, 7)
+
+
+def test_nearly_all_of_a_grid_is_drawn_without_drawing_much_twice(monkeypatch):
+    """Drawn until each of 10,000 has come, it took 90,000 draws of two numbers: 42 s for a million."""
+    n_drawn = 0
+
+    class Counting(random.Random):
+        def random(self):
+            nonlocal n_drawn
+            n_drawn += 1
+            return super().random()
+
+    monkeypatch.setattr(random, "Random", Counting)
+    found = expand({"a": list(range(100)), "b": list(range(100)), "random": 9_999}, 1)
+    assert len({(each["a"], each["b"]) for each in found}) == 9_999
+    assert n_drawn < 3 * 10_000
 
 
 bounds = st.tuples(st.floats(1e-12, 1e12), st.floats(1e-12, 1e12)).map(sorted)
