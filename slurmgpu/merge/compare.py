@@ -143,7 +143,11 @@ def compare(
         found = Comparison(Side(str(a)), Side(str(b)), key, tolerance)
         names = _common(found, one, other, columns)
         found.columns = {name: ColumnDifference() for name in names}
-        found.paired = tests_of(names, one.columns, other.columns)
+        for side, source in ((found.a, one), (found.b, other)):
+            side.summary = _summary_of(source)
+        found.paired = tests_of(
+            names, *((each.columns, side.summary) for each, side in ((one, found.a), (other, found.b)))
+        )
         found.dtypes = {name: (one.columns[name].dtype, other.columns[name].dtype) for name in names if name != "error"}
         pairs = _by_index(one, other) if key is None else _by_key(found, one, other, key)
         for name_of_pair, row, its in pairs:
@@ -171,12 +175,16 @@ def _count(side: Side, row: Row | None, partner: Row | None, n_examples: int) ->
 
 
 def _describe(side: Side, source: Source) -> None:
-    """Note what a side lacks, once its rows are counted, and its summary, if it is a run."""
+    """Note what a side lacks, once its rows are counted, if it is a run."""
     if isinstance(source, RunRows):
         side.n_missing = source.run.plan.n_items - side.n_rows
         side.damaged = list(dict.fromkeys(source.problems))
-        report = read_report(source.run)
-        side.summary = report["summary"] if report else None
+
+
+def _summary_of(source: Source) -> Mapping[str, Any] | None:
+    """The summary in a run's last report; None without one."""
+    report = read_report(source.run) if isinstance(source, RunRows) else None
+    return report["summary"] if report else None
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import log
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from slurmgpu.shards.columns import Array, Column, Text
 
 LABEL, TRUTH = "label", "truth"
 """The columns of classify: a row is right if both are equal."""
+
+VERDICT, SCORE = "verdict", "score"
+"""The columns of judge: where its summary counts right answers (`n_right`), those of 1 are right."""
 
 RIGHT = "correct"
 """The end of the names of boolean columns that say whether a row is right, such as `vote_correct`."""
@@ -45,11 +49,13 @@ class PairedTest:
         self.n_only_b += theirs and not ours
 
 
-def tests_of(
-    names: Iterable[str], columns: Mapping[str, Column], others: Mapping[str, Column]
-) -> dict[str, PairedTest]:
+Described = tuple[Mapping[str, Column], Mapping[str, Any] | None]
+"""The columns of a run, and its summary, if there is one."""
+
+
+def tests_of(names: Iterable[str], *runs: Described) -> dict[str, PairedTest]:
     """A test for each of these columns that says in both runs whether a row is right."""
-    return {name: PairedTest() for name in names if all(_tells(name, each) for each in (columns, others))}
+    return {name: PairedTest() for name in names if all(_tells(name, *each) for each in runs)}
 
 
 def sign_test(n_one: int, n_other: int) -> float:
@@ -62,8 +68,11 @@ def sign_test(n_one: int, n_other: int) -> float:
     return min(1.0, 2 * float(np.exp(logs - n * log(2)).sum()))
 
 
-def _tells(name: str, columns: Mapping[str, Column]) -> bool:
+def _tells(name: str, columns: Mapping[str, Column], summary: Mapping[str, Any] | None) -> bool:
     column = columns.get(name)
+    if name == SCORE:
+        is_number = isinstance(column, Array) and not column.shape
+        return is_number and type(columns.get(VERDICT)) is Text and "n_right" in (summary or {})
     if name == LABEL:  # others' columns of these names may hold anything
         return all(type(each) is Text for each in (column, columns.get(TRUTH)))
     is_flag = isinstance(column, Array) and column.dtype == bool and not column.shape
@@ -71,4 +80,7 @@ def _tells(name: str, columns: Mapping[str, Column]) -> bool:
 
 
 def _is_right(name: str, row: Row, truth: str | None) -> bool:
-    return row.error is None and (row.values[name] == truth if name == LABEL else bool(row.values[name]))
+    if row.error is not None:
+        return False
+    value = row.values[name]
+    return bool(value == truth if name == LABEL else value == 1)

@@ -13,7 +13,8 @@ from slurmgpu.cli.views.comparison import texts_apart
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.differences import distance_of, is_same
 from slurmgpu.merge.merge import merge
-from slurmgpu.merge.paired_tests import sign_test
+from slurmgpu.merge.paired_tests import PairedTest, sign_test
+from slurmgpu.report.report_file import report_path
 from slurmgpu.shards.columns import Array, Json, Ragged, Text
 from tests.support.published_runs import publish, published_run
 
@@ -377,6 +378,28 @@ def test_of_two_classifications_is_told_which_is_right_more_often(slurmgpu, tmp_
     assert "label: 4 right in A alone, 3 in B alone, of 11 items; p = 1 (exact McNemar test)" in told
     assert package.compare(one, one).paired["label"].p_value == 1.0
     assert package.compare(one, other, columns=["vote_correct"]).paired.keys() == {"vote_correct"}
+
+
+def test_of_two_graded_runs_is_told_whose_answers_are_right_more_often(tmp_path):
+    """By the scores of judge, if its rubric says which are right: those of `rating` are no such scores."""
+    runs = []
+    for name, scores in (("one", [1, 1, 0, 1, None]), ("other", [1, 0, 0, math.nan, 1])):
+        columns = {"verdict": Text(), "score": Array("float32")}
+        rows = ["it failed" if each is None else {"verdict": "x", "score": each} for each in scores]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "items.jsonl").write_text("{}\n" * len(rows))
+        run = published_run(
+            tmp_path / name / "run", columns, rows, [0], input_file=tmp_path / name / "items.jsonl", shard_items=5
+        )
+        merge(run)
+        runs.append(run)
+    folders = [run.folder for run in runs]
+    assert package.compare(*folders).paired == {}
+    for run in runs:
+        report = json.loads(report_path(run).read_text())
+        report_path(run).write_text(json.dumps({**report, "summary": {"n_right": 3, "accuracy": 0.6}}))
+    assert package.compare(*folders).paired == {"score": PairedTest(5, 2, 1)}
+    assert package.compare(folders[0], folders[1] / "merged.h5").paired == {}
 
 
 @pytest.mark.parametrize("column", [Array("int64", (2,)), Array("int64"), Json()])
