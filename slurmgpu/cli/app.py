@@ -366,7 +366,7 @@ def export(
         str | None,
         typer.Option(
             "--format",
-            help="jsonl, csv, parquet, hf, pt, or one of the workload's own; default from the file's suffix.",
+            help="jsonl, csv, tsv, parquet, hf, pt, or one of the workload's own; default from the file's suffix.",
             autocompletion=completion.words(*completion.FORMATS),
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Export the rows of a run as JSONL, CSV, Parquet, a data set of Hugging Face or tensors, all or nothing.
+"""Export the rows of a run as JSONL, CSV, TSV, Parquet, a data set of Hugging Face or tensors, all or nothing.
 
 Every row has `index`, the columns and `error`, or the columns that were asked for. A failed item has null columns, a
 good one a null `error`. NaN and infinities are null in JSONL and CSV, because JSON lacks them. In CSV null is empty.
@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -265,10 +266,13 @@ def _write_jsonl(selection: PlainRows, file: IO[bytes]) -> int:
     return n_rows
 
 
-def _write_csv(selection: PlainRows, file: IO[bytes]) -> int:
-    """RFC 4180. Numbers and text are written plainly, others as JSON, null as empty, errors by their first line."""
+def _write_csv(selection: PlainRows, file: IO[bytes], delimiter: str = ",") -> int:
+    """RFC 4180, or the same with tabs.
+
+    Numbers and text are written plainly, others as JSON, null as empty, errors by their first line.
+    """
     text, n_rows = io.TextIOWrapper(file, encoding="utf-8", newline=""), 0
-    writer, names = csv.writer(text), list(selection.columns)
+    writer, names = csv.writer(text, delimiter=delimiter), list(selection.columns)
     error = names.index("error") if "error" in names else None
     writer.writerow(names)
     for row in selection.plain_rows(as_cells=True):
@@ -376,7 +380,11 @@ def _beside(merged: Merged, name: str) -> dict[str, Any]:
     return found if is_same else {}
 
 
-LINE_FORMATS: Mapping[str, Callable[[PlainRows, IO[bytes]], int]] = {"jsonl": _write_jsonl, "csv": _write_csv}
+LINE_FORMATS: Mapping[str, Callable[[PlainRows, IO[bytes]], int]] = {
+    "jsonl": _write_jsonl,
+    "csv": _write_csv,
+    "tsv": partial(_write_csv, delimiter="\t"),
+}
 """Writers of chosen columns and rows, row by row, also to a stream; each returns the number of rows."""
 FOLDER = "hf"
 """The format that makes a folder."""

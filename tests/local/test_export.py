@@ -196,6 +196,17 @@ def test_csv_keeps_quotes_commas_and_line_ends_of_texts(tmp_path):
     assert records[-1] == ["6", "", "bad, in short"]
 
 
+def test_tsv_is_csv_with_tabs(merged, tmp_path):
+    for name in ("csv", "tsv"):
+        export(merged, name, tmp_path / f"a.{name}")
+    with (
+        open(tmp_path / "a.csv", newline="", encoding="utf-8") as one,
+        open(tmp_path / "a.tsv", newline="", encoding="utf-8") as other,
+    ):
+        assert list(csv.reader(one)) == list(csv.reader(other, delimiter="\t"))
+    assert (tmp_path / "a.tsv").read_text().startswith("index\t")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_a_float_has_the_digits_that_its_dtype_has(tmp_path, dtype):
     columns, values = {"x": Array(dtype), "v": Ragged(dtype)}, [0.03, 1.0, 1e-7, np.nan]
@@ -226,7 +237,7 @@ def test_no_rows_are_exported_as_no_rows(tmp_path, file_format):
         parquet = pytest.importorskip("pyarrow.parquet")
         assert parquet.read_table(output / "data").column_names == ["index", *COLUMNS, "error"]
     else:
-        assert len(output.read_text().splitlines()) == {"csv": 1, "jsonl": 0}[file_format]
+        assert len(output.read_text().splitlines()) == {"csv": 1, "tsv": 1, "jsonl": 0}[file_format]
 
 
 def test_an_unknown_format_is_refused_with_the_closest_one(merged, tmp_path):

@@ -269,7 +269,7 @@ def test_any_workload_may_export_formats_of_its_own(tmp_path, slurmgpu):
     slurmgpu("export", "run", "-o", "a.csv", cwd=tmp_path, expect=0)
     assert (tmp_path / "a.csv").read_text().startswith("index,shout,error")
     done = slurmgpu("export", "run", "--format", "json", "-o", "-", cwd=tmp_path, expect=2)
-    assert "--format takes jsonl, csv, parquet, hf, pt, loud" in done.stderr
+    assert "--format takes jsonl, csv, tsv, parquet, hf, pt, loud" in done.stderr
 
 
 def slurmgpu_open(folder):
