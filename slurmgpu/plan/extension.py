@@ -41,11 +41,6 @@ class Extension:
     shards: Mapping[int, list[int]]
     files_of_item: FilesOfItem | None
 
-    @property
-    def fingerprints(self) -> tuple[str, ...]:
-        """The fingerprints that the shards may carry."""
-        return self.run.plan.fingerprints
-
     def describe(self, plan: Plan) -> str:
         """A note on the shards that are reused, and the items that are computed."""
         n_taken = sum(stop - start for start, stop in map(plan.bounds, self.shards))

@@ -32,7 +32,7 @@ class Condition:
     """A condition on rows with columns `names`, of which it uses `columns`. SlurmGPUError if `text` is invalid."""
 
     def __init__(self, text: str, names: Collection[str]) -> None:
-        self.text, self._names = text, names
+        self.text = text
         self.columns: list[str] = []
         try:
             self._tree = ast.parse(text.strip(), mode="eval").body

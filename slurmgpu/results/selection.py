@@ -61,11 +61,6 @@ class Chosen(NamedTuple):
     block: Block
     mask: npt.NDArray[np.bool_] | None
 
-    @property
-    def n_rows(self) -> int:
-        """The number of chosen rows."""
-        return self.block.stop - self.block.start if self.mask is None else int(self.mask.sum())
-
     def of(self, values: Sequence[Any]) -> list[Any]:
         """The values of the chosen rows; `values` has one for each row of the block."""
         return list(values if self.mask is None else compress(values, self.mask))

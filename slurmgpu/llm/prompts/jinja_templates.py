@@ -45,7 +45,6 @@ class JinjaTemplate:
         environment = ImmutableSandboxedEnvironment(
             undefined=StrictUndefined, finalize=_marked, keep_trailing_newline=True
         )
-        self.text = text
         try:
             parsed = environment.parse(text)
             self._template = environment.from_string(text)

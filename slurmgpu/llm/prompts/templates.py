@@ -51,7 +51,6 @@ class Template:
     """
 
     def __init__(self, text: str, owner: str = "prompt") -> None:
-        self.text = text
         self._parts: list[str | tuple[str, tuple[str, ...]]] = []
         end = 0
         for found in _PIECES.finditer(text):

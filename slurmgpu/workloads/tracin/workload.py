@@ -200,7 +200,6 @@ class Tracin(PlannedSettings):
         others = planning.file_digests([*self.facts.checkpoints, *own_files(self)])
         planning.check_unchanged(self.facts, {**self.graph.digests, **others})
         self._influences: Influences = open_influences(self, self.facts, self.graph, task.device)
-        self._device = task.device
         self._telling = Progress(task.tell, "test triples traced")
         self._hop_filter = None
         if self.n_hops is not None:
