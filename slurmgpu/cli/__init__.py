@@ -47,7 +47,7 @@ def main() -> None:
     from slurmgpu.cli.console import complain
     from slurmgpu.cli.streams import prepare_streams
     from slurmgpu.errors import SlurmGPUError
-    from slurmgpu.util.shared_files import UnusableFileError
+    from slurmgpu.util.regular_files import UnusableFileError
 
     prepare_streams(unread=_unread(sys.argv[1:]))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)

@@ -42,7 +42,8 @@ from slurmgpu.util.json_values import is_utf8
 from slurmgpu.util.own_files import read_own
 from slurmgpu.util.packages import own_python_path
 from slurmgpu.util.redact import hidden
-from slurmgpu.util.shared_files import UnusableFileError, retried
+from slurmgpu.util.regular_files import UnusableFileError
+from slurmgpu.util.shared_files import retried
 
 PICKLE = "function.pkl"
 SOURCE = "function.py"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.shared_files import open_given
+from slurmgpu.util.regular_files import open_given
 
 HEADER = struct.Struct("<32s10s3s3s16s8q")
 DESCRIPTOR = struct.Struct("<i?3I7q128s384s")

@@ -26,7 +26,7 @@ from slurmgpu.run.submissions import Submission
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.packages import own_python_path
 from slurmgpu.util.process_wide import safe_path
-from slurmgpu.util.shared_files import open_to_append
+from slurmgpu.util.regular_files import open_to_append
 
 LOG = "submit.log"
 """The log of that process, in the run's logs/."""

@@ -21,7 +21,7 @@ from slurmgpu.run.submissions import Submission, SubmissionLine
 from slurmgpu.slurm.own_job import OwnJob, nodes_here, refuse_copies, tasks_here
 from slurmgpu.util import gpus
 from slurmgpu.util.logging import LogFormatter
-from slurmgpu.util.shared_files import open_to_append
+from slurmgpu.util.regular_files import open_to_append
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from slurmgpu.report.report_file import Report, report_path
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.util.redact import HIDDEN
-from slurmgpu.util.shared_files import open_file
+from slurmgpu.util.regular_files import open_file
 from slurmgpu.util.signals import name_of_signal
 
 log = logging.getLogger(__name__)

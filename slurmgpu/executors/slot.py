@@ -38,7 +38,8 @@ from slurmgpu.run.failures import blaming  # noqa: E402
 from slurmgpu.run.records import node_name  # noqa: E402
 from slurmgpu.util.forks import Fork, fork, leave  # noqa: E402
 from slurmgpu.util.prctl import PR_SET_NAME, end_with, prctl  # noqa: E402
-from slurmgpu.util.shared_files import open_to_append, retried  # noqa: E402
+from slurmgpu.util.regular_files import open_to_append  # noqa: E402
+from slurmgpu.util.shared_files import retried  # noqa: E402
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet, ParquetRows
 from slurmgpu.util.atomic_files import date_in_whole_seconds
 from slurmgpu.util.packages import check_pyarrow
-from slurmgpu.util.shared_files import naming
+from slurmgpu.util.regular_files import naming
 
 FOLDER = "input"
 """The folder of repacked files in the run directory."""

@@ -22,7 +22,7 @@ from slurmgpu.inputs.tables import Merged
 from slurmgpu.run.frozen_plan import PROMISED
 from slurmgpu.util.amounts import some_of
 from slurmgpu.util.packages import check_pyarrow
-from slurmgpu.util.shared_files import naming
+from slurmgpu.util.regular_files import naming
 
 _FEW_BYTES = 1 << 16
 """Fewer bytes are hashed in less time than another thread takes to begin."""

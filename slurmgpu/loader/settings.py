@@ -11,7 +11,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.loader.members import is_collection_of, read_member
 from slurmgpu.loader.names import title_of
-from slurmgpu.util.shared_files import open_given
+from slurmgpu.util.regular_files import open_given
 from slurmgpu.util.users import expanded
 
 FILE = "file:"

@@ -14,7 +14,7 @@ from slurmgpu.logs.files import LogFile
 from slurmgpu.logs.places import DAY_S, raw_lines
 from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
 from slurmgpu.util.ansi import ESCAPES
-from slurmgpu.util.shared_files import open_file
+from slurmgpu.util.regular_files import open_file
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
-from slurmgpu.util.shared_files import open_file
+from slurmgpu.util.regular_files import open_file
 
 LINE_BYTES = 1 << 16
 """Longer lines are cut: a progress bar may write megabytes without a newline."""

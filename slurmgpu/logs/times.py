@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from slurmgpu.util.shared_files import open_file
+from slurmgpu.util.regular_files import open_file
 
 BLOCK_BYTES = 1 << 16
 

@@ -32,7 +32,8 @@ from slurmgpu.plan.slurm_options import SlurmOptions, SlurmValue, refuse_nul
 from slurmgpu.plan.trackers import CredentialError, parse_destination
 from slurmgpu.util import gpus
 from slurmgpu.util.plugins import Plugins
-from slurmgpu.util.shared_files import UnusableFileError, read_given
+from slurmgpu.util.regular_files import UnusableFileError
+from slurmgpu.util.shared_files import read_given
 from slurmgpu.util.toml import tomllib
 
 TableT = TypeVar("TableT", bound=BaseModel)

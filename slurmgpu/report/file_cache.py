@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, open_file, retried
+from slurmgpu.util.regular_files import open_file
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 RELOOK_S = 10.0
 """A file that seems unchanged is opened after this time."""

@@ -22,7 +22,8 @@ from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.mapped_function import function_by_value, with_another_function
 from slurmgpu.run.records import Death
 from slurmgpu.run.submissions import Git, SubmissionLine, is_over
-from slurmgpu.util.shared_files import UnusableFileError, read_bytes
+from slurmgpu.util.regular_files import UnusableFileError
+from slurmgpu.util.shared_files import read_bytes
 from slurmgpu.util.typed_json import check_objects
 
 log = logging.getLogger(__name__)

@@ -21,17 +21,8 @@ from pathlib import Path
 from slurmgpu.run.counters import encode
 from slurmgpu.run.lock import checked
 from slurmgpu.util.atomic_files import partial_path
-from slurmgpu.util.shared_files import (
-    PATIENCE_S,
-    UnusableFileError,
-    exists,
-    list_names,
-    make_folder,
-    open_new,
-    read_bytes,
-    remove,
-    retried,
-)
+from slurmgpu.util.regular_files import UnusableFileError, open_new
+from slurmgpu.util.shared_files import PATIENCE_S, exists, list_names, make_folder, read_bytes, remove, retried
 
 log = logging.getLogger(__name__)
 

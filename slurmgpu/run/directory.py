@@ -26,9 +26,9 @@ from slurmgpu.run.records import Record, Unread, read_record
 from slurmgpu.run.submission_log import append_submission, read_submissions
 from slurmgpu.run.submissions import SubmissionLine
 from slurmgpu.shards.names import shard_name
+from slurmgpu.util.regular_files import UnusableFileError
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
-    UnusableFileError,
     exists,
     list_fresh,
     list_names,

@@ -19,7 +19,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.run.submissions import DirectoryId, cluster_in_names, directory_id, was_written_in
 from slurmgpu.util.pids import lives, own_id
-from slurmgpu.util.shared_files import list_fresh, open_new, read_bytes, remove
+from slurmgpu.util.regular_files import open_new
+from slurmgpu.util.shared_files import list_fresh, read_bytes, remove
 from slurmgpu.util.users import own_name
 
 BEAT_S = 3.0

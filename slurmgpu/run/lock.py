@@ -24,7 +24,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.util.early_signals import deferred, heed
 from slurmgpu.util.pids import lives, own_id
-from slurmgpu.util.shared_files import NO_HARD_LINKS, UnusableFileError, open_new, read_bytes, remove, replace, retried
+from slurmgpu.util.regular_files import UnusableFileError, open_new
+from slurmgpu.util.shared_files import NO_HARD_LINKS, read_bytes, remove, replace, retried
 from slurmgpu.util.users import name_in_words, own_name
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from slurmgpu.run.records import Attempt
-from slurmgpu.util.shared_files import PATIENCE_S, list_names, open_file, open_to_append, retried
+from slurmgpu.util.regular_files import open_file, open_to_append
+from slurmgpu.util.shared_files import PATIENCE_S, list_names, retried
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import write_json
-from slurmgpu.util.shared_files import UnusableFileError, read_bytes
+from slurmgpu.util.regular_files import UnusableFileError
+from slurmgpu.util.shared_files import read_bytes
 
 RECOMPUTE_FORMAT = "slurmgpu recompute"
 RECOMPUTE_VERSION = 2

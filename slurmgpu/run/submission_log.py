@@ -12,7 +12,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run import private
 from slurmgpu.run.lock import hold
 from slurmgpu.run.submissions import ENDS, DirectoryId, SubmissionLine, as_seen_in, directory_id
-from slurmgpu.util.shared_files import exists, may, naming, read_bytes, retried
+from slurmgpu.util.regular_files import naming
+from slurmgpu.util.shared_files import exists, may, read_bytes, retried
 from slurmgpu.util.typed_json import check_kinds
 from slurmgpu.util.users import name_in_words
 

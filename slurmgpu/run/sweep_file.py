@@ -14,7 +14,8 @@ from slurmgpu.run.lock import hold
 from slurmgpu.run.submission_log import RECORDING_S
 from slurmgpu.util.atomic_files import write_json
 from slurmgpu.util.redact import hidden
-from slurmgpu.util.shared_files import UnusableFileError, exists, read_bytes
+from slurmgpu.util.regular_files import UnusableFileError
+from slurmgpu.util.shared_files import exists, read_bytes
 from slurmgpu.util.users import expanded
 
 FILE = "sweep.json"

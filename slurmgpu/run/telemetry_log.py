@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from slurmgpu.util.shared_files import open_file
+from slurmgpu.util.regular_files import open_file
 
 log = logging.getLogger(__name__)
 

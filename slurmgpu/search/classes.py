@@ -23,7 +23,7 @@ from slurmgpu.search.excerpts import (
     excerpt_of_attempt,
     excerpt_of_death,
 )
-from slurmgpu.util.shared_files import open_file
+from slurmgpu.util.regular_files import open_file
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
-from slurmgpu.util.shared_files import is_transient, naming, open_regular, retried
+from slurmgpu.util.regular_files import naming, open_regular
+from slurmgpu.util.shared_files import is_transient, retried
 
 
 class Identity(NamedTuple):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 from slurmgpu.shards.made_by import MadeBy
 from slurmgpu.shards.open_file import Identity, OpenFile, ReplacedFileError
-from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, retried
+from slurmgpu.util.regular_files import UnusableFileError
+from slurmgpu.util.shared_files import PATIENCE_S, retried
 
 FORMAT_VERSION = 1
 SHARD = "slurmgpu shard"

@@ -25,7 +25,8 @@ from slurmgpu.util.early_signals import SIGNUMS
 from slurmgpu.util.forks import Fork, fork
 from slurmgpu.util.packages import HOME, own_python_path
 from slurmgpu.util.prctl import PR_SET_NAME, prctl
-from slurmgpu.util.shared_files import open_to_append, retried
+from slurmgpu.util.regular_files import open_to_append
+from slurmgpu.util.shared_files import retried
 from slurmgpu.worker.assignment import Assignment
 
 log = logging.getLogger(__name__)

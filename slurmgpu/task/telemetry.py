@@ -17,7 +17,7 @@ from slurmgpu.run.telemetry_log import HeadLine, SampleLine, telemetry_path
 from slurmgpu.util.gpus import visible_ids
 from slurmgpu.util.nvml import THROTTLE_REASONS, Cards, Reading, open_cards
 from slurmgpu.util.process_tree import Tree, TreeWatch
-from slurmgpu.util.shared_files import open_to_append
+from slurmgpu.util.regular_files import open_to_append
 
 log = logging.getLogger(__name__)
 

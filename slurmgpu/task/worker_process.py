@@ -21,7 +21,8 @@ from slurmgpu.run.worker_events import WorkerEvent
 from slurmgpu.util.early_signals import listened, recall
 from slurmgpu.util.forks import Fork, starting
 from slurmgpu.util.process_tree import living
-from slurmgpu.util.shared_files import open_file, open_to_append, retried
+from slurmgpu.util.regular_files import open_file, open_to_append
+from slurmgpu.util.shared_files import retried
 
 log = logging.getLogger(__name__)
 

@@ -14,17 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from slurmgpu.util.shared_files import (
-    FULL,
-    PATIENCE_S,
-    UnusableFileError,
-    give_mode,
-    link_first,
-    naming,
-    open_to_overwrite,
-    replace,
-    retried,
-)
+from slurmgpu.util.regular_files import UnusableFileError, naming, open_to_overwrite
+from slurmgpu.util.shared_files import FULL, PATIENCE_S, give_mode, link_first, replace, retried
 
 log = logging.getLogger(__name__)
 

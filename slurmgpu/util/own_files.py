@@ -6,7 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-from slurmgpu.util.shared_files import UnusableFileError, read_with_status, status_of_new_file
+from slurmgpu.util.regular_files import UnusableFileError
+from slurmgpu.util.shared_files import read_with_status, status_of_new_file
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 """The bits of a mode that let users other than the owner write."""

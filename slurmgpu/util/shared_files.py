@@ -1,8 +1,8 @@
 """Files that other machines and other users change: operations with retries, listings without caches.
 
 A network file system may return EIO or ESTALE for a moment, list a folder as it was a minute ago, and, if a reply is
-lost, report the failure of an operation that succeeded. These functions do not rely on one such answer. They refuse a
-link, a FIFO or a device in the place of a file, before they read from it.
+lost, report the failure of an operation that succeeded. These functions do not rely on one such answer, and read
+only what is a regular file (`regular_files`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.chance import CHANCE
+from slurmgpu.util.regular_files import UnusableFileError, naming, open_given, open_regular
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +58,6 @@ _T = TypeVar("_T")
 _NONE = (-math.inf, -math.inf)
 _outage = _NONE
 """When the file system began to fail, and when an operation with a long patience was last given up, monotonic."""
-
-
-class UnusableFileError(OSError):
-    """A path leads to no regular file, or to one of a size that makes no sense."""
-
-    def __init__(self, path: os.PathLike[str] | str, what: str) -> None:
-        super().__init__(errno.EINVAL, what, os.fspath(path))
 
 
 def is_transient(error: BaseException) -> bool:
@@ -112,82 +106,6 @@ def cause_raised(operation: Callable[[], _T]) -> _T:
     except SlurmGPUError as error:
         if error.__cause__ is not None and is_transient(error.__cause__):
             raise error.__cause__ from error
-        raise
-
-
-def open_regular(path: os.PathLike[str] | str) -> int:
-    """A file descriptor to read a regular file; UnusableFileError for a link, a FIFO, a socket or a device.
-
-    It never waits for the writer of a FIFO.
-    """
-    return _open(path, os.O_RDONLY)
-
-
-def _open(path: os.PathLike[str] | str, flags: int) -> int:
-    return _open_checked(path, flags | os.O_NOFOLLOW)
-
-
-def _open_checked(path: os.PathLike[str] | str, flags: int) -> int:
-    try:
-        fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
-            raise UnusableFileError(path, "it is a symbolic link, not a file") from error
-        if error.errno == errno.ENXIO:
-            raise UnusableFileError(path, "it is a FIFO, a socket or a device, not a file") from error
-        raise
-    try:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            raise UnusableFileError(path, f"it is {_kind(mode)}, not a file")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def open_file(path: os.PathLike[str] | str) -> io.BufferedReader:
-    """A regular file, open for reading; UnusableFileError for anything else."""
-    return open(path, "rb", opener=_open)
-
-
-def open_given(path: os.PathLike[str] | str) -> io.BufferedReader:
-    """A regular file that a user has named, also through a link, open for reading; UnusableFileError for anything else.
-
-    A folder is an IsADirectoryError.
-    """
-    return open(path, "rb", opener=_open_given)
-
-
-def _open_given(path: os.PathLike[str] | str, flags: int) -> int:
-    try:
-        return _open_checked(path, flags)
-    except UnusableFileError:
-        if is_folder(path):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path)) from None
-        raise
-
-
-def open_to_append(path: os.PathLike[str] | str) -> io.BufferedWriter:
-    """A regular file, open for appending, created if missing; UnusableFileError for anything else."""
-    return open(path, "ab", opener=_open)
-
-
-def open_to_overwrite(path: os.PathLike[str] | str) -> io.BufferedRandom:
-    """A regular file, open at its beginning with its content; UnusableFileError for anything else."""
-    return open(path, "r+b", opener=_open)
-
-
-def open_new(path: os.PathLike[str] | str) -> int:
-    """A file descriptor to write a file that this process alone makes; FileExistsError if there is one.
-
-    SFTP has one error for a file that exists and one that may not be made, and sshfs makes it EPERM.
-    """
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except PermissionError as error:
-        if error.errno == errno.EPERM and os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path)) from error
         raise
 
 
@@ -483,25 +401,3 @@ def exists(path: Path, patience_s: float = PATIENCE_S) -> bool:
         return True
 
     return retried(look, patience_s)
-
-
-@contextlib.contextmanager
-def naming(path: os.PathLike[str] | str) -> Iterator[None]:
-    """Add `path` to an OSError of the block that names no file, such as one of a read by descriptor."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = os.fspath(path)
-        raise
-
-
-def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
-    return kinds.get(stat.S_IFMT(mode), "no regular file")

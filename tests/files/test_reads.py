@@ -82,6 +82,7 @@ EXCEPTIONS = {
     "executors/detached.py": "pipes, and the log of the process that submits, which is refused without one",
     "executors/here.py": "cancel names the processes that it leaves alone, and may be typed again",
     "util/shared_files.py": "it is what tries again",
+    "util/regular_files.py": "its callers try again",
     "util/own_files.py": "a folder of this node's own disk",
     "run/heartbeats.py": "a beat that fails is followed by the next one",
     "run/rendezvous.py": "a node that does not find its leader looks again",

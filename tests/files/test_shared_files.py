@@ -14,8 +14,8 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util import shared_files
 from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.regular_files import UnusableFileError, open_regular
 from slurmgpu.util.shared_files import (
-    UnusableFileError,
     cause_raised,
     exists,
     link_first,
@@ -23,7 +23,6 @@ from slurmgpu.util.shared_files import (
     list_names,
     may,
     move,
-    open_regular,
     read_bytes,
     read_given,
     remove,

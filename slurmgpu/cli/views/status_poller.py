@@ -18,7 +18,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.util.ansi import plain
 from slurmgpu.util.exceptions import described
 from slurmgpu.util.pauses import rest_s
-from slurmgpu.util.shared_files import open_file
+from slurmgpu.util.regular_files import open_file
 
 LOOK_S = 1.0
 QUEUE_S = 30.0

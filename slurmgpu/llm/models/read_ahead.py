@@ -21,7 +21,8 @@ from typing import Any
 
 from slurmgpu.util.cgroups import memory_left
 from slurmgpu.util.own_files import why_not_own
-from slurmgpu.util.shared_files import UnusableFileError, list_names
+from slurmgpu.util.regular_files import UnusableFileError
+from slurmgpu.util.shared_files import list_names
 
 log = logging.getLogger(__name__)
 

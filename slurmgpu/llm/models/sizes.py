@@ -15,7 +15,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models.source import ModelSource, named_in, read_json
-from slurmgpu.util.shared_files import open_given
+from slurmgpu.util.regular_files import open_given
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.util.shared_files import open_given
+from slurmgpu.util.regular_files import open_given
 from slurmgpu.workload import Translated
 
 

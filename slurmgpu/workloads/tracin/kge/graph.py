@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.util.shared_files import open_given
+from slurmgpu.util.regular_files import open_given
 from slurmgpu.util.users import expanded
 from slurmgpu.workloads.tracin.kge.torch_archive import unreadable
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.exceptions import described
-from slurmgpu.util.shared_files import open_given
+from slurmgpu.util.regular_files import open_given
 
 PLAIN = {"builtins", "collections", "torch"}
 """Packages with classes that `torch.load(weights_only=True)` reads; it refuses all others."""
