@@ -110,7 +110,7 @@ def _pickler(file: io.BytesIO, seen: _Seen) -> Any:
     if (main := sys.modules.get("__mp_main__")) is not None:  # the script's module in a process that it spawned
         cloudpickle.register_pickle_by_value(main)
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's is not typed
+    class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, CodeType):
                 seen.codes.append(obj)

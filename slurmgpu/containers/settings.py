@@ -177,7 +177,7 @@ class Container:
         """The container that run.json describes."""
         binds = tuple(Bind(**bind) for bind in value["binds"])
         packages = tuple((name, path) for name, path in value["packages"])
-        return cls(**{**value, "binds": binds, "packages": packages})  # type: ignore[arg-type]
+        return cls(**{**value, "binds": binds, "packages": packages})  # type: ignore[arg-type]  # the other values as they are
 
 
 def check_env(env: Mapping[str, str | bool]) -> None:

@@ -63,14 +63,14 @@ ENVIRON = {
 """The variables that a slot has in addition to those of this process; its task sets its own GPUs."""
 
 
-class Slot(LocalJob):  # type: ignore[misc]  # Submitit's is not typed
+class Slot(LocalJob):
     """Submitit's job of a slot."""
 
     def __del__(self) -> None:
         """Nothing: Submitit's looks for a file, on a file system that may be gone, to forget a process of its own."""
 
 
-class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed
+class _Executor(submitit.LocalExecutor):
     """Submitit's executor; slots start its jobs."""
 
     def _submit_command(self, command: str) -> Any:

@@ -125,7 +125,7 @@ def of_module(module: torch.nn.Module, example: Tensor) -> PerExample:
     return PerExample(call("losses"), parameters, groups, example, scores=scores, module=module)
 
 
-class _Chosen(torch.nn.Module):  # type: ignore[misc]
+class _Chosen(torch.nn.Module):
     """Calls a module's method other than `forward` with replaced parameters."""
 
     def __init__(self, module: torch.nn.Module, method: str) -> None:
@@ -136,7 +136,7 @@ class _Chosen(torch.nn.Module):  # type: ignore[misc]
         return getattr(self.module, self._method)(examples)
 
 
-class CountedBytes(TorchDispatchMode):  # type: ignore[misc]
+class CountedBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that are computed inside."""
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ class _Place:
         # Not mapped into memory: a mapped file that is truncated, or goes stale on NFS, kills the process.
         content = np.empty((stop - start) * self.row_bytes, np.uint8)
         file.seek(self.begin + start * self.row_bytes)
-        if file.readinto(content.data) != len(content):  # type: ignore[attr-defined]
+        if file.readinto(content.data) != len(content):  # type: ignore[attr-defined]  # BinaryIO does not tell
             raise SlurmGPUError(f"{path} was truncated while it was read. Restore it.")
         rows: NDArray[Any] = content.view(self.dtype).reshape((stop - start, *self.shape[1:]))
         return rows

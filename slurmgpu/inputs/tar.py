@@ -174,7 +174,7 @@ def _members(archive: tarfile.TarFile, end: int | None) -> Iterator[tarfile.TarI
     member = archive.next()
     while member is not None:
         yield member
-        archive.members.clear()  # type: ignore[attr-defined] # it keeps all that it has read
+        archive.members.clear()  # type: ignore[attr-defined]  # it keeps all that it has read
         member = archive.next() if end is None or archive.offset < end else None
 
 

@@ -228,9 +228,10 @@ def substitutions(source: RunFileSource) -> list[str]:
 
 def _at(tables: Mapping[str, Any], key: str) -> Any:
     """The value at a dotted key; None if there is none."""
+    value: Any = tables
     for name in key.split("."):
-        tables = tables.get(name) if isinstance(tables, Mapping) else None  # type: ignore[assignment]
-    return tables
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:

@@ -292,7 +292,7 @@ class _Unknown(Column):
 
     def __init__(self, described: Mapping[str, Any], dtype: str, shape: Sequence[int] | None) -> None:
         self.described = described
-        self.kind = described["kind"]  # type: ignore[misc]
+        self.kind = described["kind"]  # type: ignore[misc]  # other columns have it from their class
         self.dtype = stored_dtype(dtype)
         self.shape = None if shape is None else checked_shape(shape)
 

@@ -169,7 +169,7 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -
         return batch.to(device)
     if isinstance(batch, Mapping):
         moved = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
-        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]  # as PyTorch does
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device, non_blocking=non_blocking) for value in batch))
     if isinstance(batch, (tuple, list)):

@@ -66,7 +66,7 @@ def on_all_ranks(place: Place, action: Callable[[], T]) -> list[T]:
 
 def on_rank_zero(place: Place, action: Callable[[], T]) -> T:
     """The result of `action` on rank 0, which alone calls it; its exceptions are raised on all ranks."""
-    return on_all_ranks(place, lambda: action() if place.is_rank_zero else None)[0]  # type: ignore[return-value]
+    return on_all_ranks(place, lambda: action() if place.is_rank_zero else None)[0]  # type: ignore[return-value]  # rank 0 has called it
 
 
 def _tell(error: BaseException) -> Told:

@@ -61,7 +61,7 @@ def _member(kind: Any, name: str) -> enum.Enum:
     return kind[name]
 
 
-class _Reader(dcp.FileSystemReader):  # type: ignore[misc]  # torch is not followed
+class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
             metadata = _Plain(file).load()
@@ -71,7 +71,7 @@ class _Reader(dcp.FileSystemReader):  # type: ignore[misc]  # torch is not follo
         return metadata
 
 
-class _Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
+class _Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         plain = io.BytesIO()  # PyTorch's own unpickles anything
         torch.save(torch.load(value, weights_only=True), plain)

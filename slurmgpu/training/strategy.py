@@ -30,7 +30,7 @@ COLLECTIVE_LIMIT = timedelta(hours=2)
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
+class Forward(nn.Module):
     """The user's loss as a module, so that DDP and FSDP wrap it while `loss` gets the user's own model."""
 
     def __init__(self, user: Any, model: nn.Module, settings: TrainingSettings, device: torch.device) -> None:

@@ -27,7 +27,7 @@ def own_class(name: str) -> Any:
 
     kind: Any = Qwen2ForTokenClassification if name == PROCESS_REWARD else Qwen2ForSequenceClassification
 
-    class WithTwoLayers(kind):  # type: ignore[misc]  # torch is not followed
+    class WithTwoLayers(kind):
         def __init__(self, config: Any) -> None:
             if name == REWARD:
                 config.num_labels = 1  # missing in its config.json

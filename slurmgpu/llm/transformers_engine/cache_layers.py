@@ -95,7 +95,7 @@ class _InPlace:
         self._views = self.keys, self.values
 
 
-class GrowingLayer(_InPlace, DynamicLayer):  # type: ignore[misc]
+class GrowingLayer(_InPlace, DynamicLayer):
     """A layer that attends to all tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class GrowingLayer(_InPlace, DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
 
-class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[misc]
+class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):
     """A layer that attends to the last tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ class GrowingSlidingLayer(_InPlace, DynamicSlidingWindowLayer):  # type: ignore[
         return seen
 
 
-class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
+class FixedLayer(CacheLayerMixin):
     """A layer that attends to all tokens, in tensors with fixed addresses, for steps of one token.
 
     `cursors` (row,) has the column that each of the `rows` (row,) writes; the mask of a step has what it attends to.

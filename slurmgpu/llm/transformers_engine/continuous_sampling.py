@@ -88,7 +88,7 @@ def sampler(grammars: Grammars | None, n_rows: int, kinds: Kinds) -> Any:
 
     masks = None if grammars is None else Masks(grammars, n_rows)
 
-    class Sampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
+    class Sampler(ContinuousBatchingLogitsProcessorList):
         def __init__(self) -> None:
             super().__init__(LogitsProcessorList())
             self.tensors_required = N_LANES

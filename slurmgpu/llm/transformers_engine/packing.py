@@ -128,7 +128,7 @@ class Pack:
         return found.to(self._model.device)
 
 
-class _SharedCache(DynamicCache):  # type: ignore[misc]
+class _SharedCache(DynamicCache):
     """Puts the keys and values of the shared tokens before the pack's, and keeps nothing."""
 
     def __init__(self, shared: Any) -> None:
@@ -143,7 +143,7 @@ class _SharedCache(DynamicCache):  # type: ignore[misc]
         return torch.cat([layer.keys, key_states], 2), torch.cat([layer.values, value_states], 2)
 
 
-class _RowCache(DynamicCache):  # type: ignore[misc]
+class _RowCache(DynamicCache):
     """Stores the keys and values of a pack in the layers of `cache`, a row for each text."""
 
     def __init__(self, cache: Any, pack: Pack, shared: Any) -> None:
