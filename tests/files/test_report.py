@@ -412,6 +412,18 @@ def test_a_report_of_before_the_last_submission_says_that_it_is(run, slurmgpu):
     assert "submission 2 is newer: slurmgpu status" in slurmgpu("report", run.folder).stderr
 
 
+def test_a_report_says_if_the_rows_that_it_is_about_are_gone(run, slurmgpu):
+    write_report(run)
+    value = json.loads(report_path(run).read_text())
+    report_path(run).write_text(json.dumps({**value, "merged": str(run.merged)}))
+    run.merged.touch()
+    assert "is gone" not in slurmgpu("report", run.folder).stderr
+    run.merged.unlink()
+    assert "merged.h5 is gone since this report: slurmgpu status" in slurmgpu("report", run.folder).stderr
+    report_path(run).write_text(json.dumps({**value, "merged": None}))
+    assert "is gone" not in slurmgpu("report", run.folder).stderr
+
+
 def test_whoever_waits_for_a_run_reads_each_record_once(run, monkeypatch):
     run.record_submission({"submission": 1, "state": "ended"})
     written = write_report(run)

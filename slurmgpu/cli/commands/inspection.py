@@ -105,6 +105,7 @@ def report(
     from slurmgpu.cli.views.report import show_report
     from slurmgpu.report.report_file import last_report
     from slurmgpu.report.states import made_since
+    from slurmgpu.util.shared_files import exists
 
     if html is None and task is None and (runs := options.runs_of_sweep(folder)):
         from slurmgpu.cli.commands import sweep
@@ -114,6 +115,8 @@ def report(
     value = last_report(run)
     if (since := made_since(run.submissions(), value["submissions"])) is not None:
         say(f"This is the report of the last merge; submission {since} is newer: slurmgpu status {run.typed}")
+    elif value["merged"] is not None and not exists(run.merged):
+        say(f"merged.h5 is gone since this report: slurmgpu status {run.typed}")
     if task is not None and html is None:
         raise SlurmGPUError("--task chooses curves of the HTML page: add --html FILE.")
     if html is not None:
