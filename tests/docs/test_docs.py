@@ -22,6 +22,7 @@ from slurmgpu.cli.app import app
 from slurmgpu.containers.settings import ContainerRecord, Identity
 from slurmgpu.llm import settings
 from slurmgpu.llm.interface.engine import Sampling
+from slurmgpu.loader.adapted import Adapted
 from slurmgpu.loader.names import BUILT_IN
 from slurmgpu.plan.run_file import ContainerTable, Resources, RunFile, TrackTable, WorkloadTable
 from slurmgpu.run.claims import Claim
@@ -270,6 +271,16 @@ resources = {gpus = 0, executor = "local"}
 # Of a submission that is queued, refused, cancelled or made by hand.
 ON_SLURM_ONLY = {"array_name", "merge_name", "cluster", "array_job", "merge_job", "by_hand", "message", "cancelled"}
 ON_SLURM_ONLY |= {"merges_again"}
+
+
+def test_the_guide_lists_every_optional_member_of_a_workload():
+    guide = (DOCS / "how-to" / "write-a-workload.md").read_text()
+    table = guide.partition("## Hooks\n")[2].partition("\n## ")[0]
+    members = {name for name in vars(Adapted) if not name.startswith("_")} | {
+        "texts"
+    }  # which the class itself is read for
+    own = {"columns", "batch_size", "load", "check"}  # described above the table, or no attribute of the user's class
+    assert set(re.findall(r"^\| `(\w+)", table, re.M)) == members - own
 
 
 @pytest.fixture(scope="module")
