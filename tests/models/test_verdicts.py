@@ -214,6 +214,18 @@ def test_a_position_is_preferred_where_it_won_in_both_orders():
     assert (summary["agreement_rate"], summary["position_bias_rate"]) == (2 / 7, 5 / 7)
 
 
+def test_a_position_is_preferred_also_where_it_won_by_more_in_one_order():
+    names = {"A": 1.0, "a": 0.75, "tie": 0.5, "b": 0.25, "B": 0.0}
+    rubric = {"prompt": "{text_a} or {text_b}?", "verdicts": dict(zip(names, "12345", strict=True)), "values": names}
+    rubric |= {"swap": ["text_a", "text_b"], "swapped": {"A": "B", "a": "b", "b": "a", "B": "A"}}
+    rows = Rows([("a", "a")] * 9)
+    pairs = [("A", "B"), ("A", "b"), ("a", "B"), ("b", "A"), ("A", "a"), ("B", "b"), ("a", "tie"), ("b", "b")]
+    rows.columns["verdicts"] = [[*pair] for pair in [*pairs, ("A", None)]]
+    summary = summarize(rows, read_rubric(rubric), 9, with_truth=False)
+    assert summary["preferred_position"] == {"first": 3, "second": 1}
+    assert (summary["agreement_rate"], summary["position_bias_rate"]) == (1 / 8, 7 / 8)
+
+
 def test_a_hint_says_that_most_verdicts_were_in_no_answer():
     rows, rubric = Rows([("a", "a")] * 5), read_rubric("pairwise")
     rows.columns["how"] = ["scored", "not at all", "parsed", "parsed again", "parsed"]

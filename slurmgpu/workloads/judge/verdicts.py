@@ -111,11 +111,18 @@ def _positions(merged: Merged, rubric: Rubric) -> dict[str, Any]:
     found = {"agreement_rate": ratio(n - n_flipped, n), "position_bias_rate": ratio(n_flipped, n)}
     toward = Counter[str]()
     for (one, other), count in parsed.items():
-        # The second order's verdict is mirrored to the texts, so that two opposite wins mean the same position. A win
-        # and a tie prefer no position.
-        if one is not None and one != other and rubric.mirrored(one) == other:
-            toward["first" if rubric.values[one] > rubric.values[other] else "second"] += count
+        # The second order's verdict is translated to the texts' own order: the same position won in both if the first
+        # text won in one and the second text in the other, by however much. Beside a tie no position is preferred.
+        won = {_sign_of_win(rubric, one), -_sign_of_win(rubric, other)}
+        if won == {1} or won == {-1}:
+            toward["first" if won == {1} else "second"] += count
     return {**found, "preferred_position": {place: toward[place] for place in ("first", "second")}}
+
+
+def _sign_of_win(rubric: Rubric, verdict: str) -> int:
+    """1 if the first text won, -1 if the second one did, 0 for a tie: by the values of a verdict and its mirror."""
+    worth, mirrored = rubric.values[verdict], rubric.values[rubric.mirrored(verdict)]
+    return (worth > mirrored) - (worth < mirrored)
 
 
 def _agreement(merged: Merged, rubric: Rubric) -> dict[str, Any]:
