@@ -25,7 +25,7 @@ from slurmgpu.report.report_file import read_report
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
-from slurmgpu.run.recompute import Again, Recompute, read_recompute, recompute_path, write_recompute
+from slurmgpu.run.recompute import Again, Recompute, read_recompute, recompute_path, spans_of, write_recompute
 from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_over
 from slurmgpu.search.items import story_of_item
 from slurmgpu.shards.columns import Array, Ragged, Text, columns_to_json
@@ -555,7 +555,10 @@ def test_a_merged_file_that_was_read_wrongly_once_is_read_again(run, monkeypatch
 @pytest.mark.parametrize(
     "change",
     [
-        *({"shards": shards} for shards in (None, {"1": [1, ""]}, {"1": [1, "7:6"]}, {"1": [0, "6"]}, {"1": [1, [6]]})),
+        *(
+            {"shards": shards}
+            for shards in (None, {"1": [1, ""]}, {"1": [1, "7:6"]}, {"1": [1, "7:7"]}, {"1": [0, "6"]}, {"1": [1, [6]]})
+        ),
         {"version": 1},
         {"format": "slurmgpu plan"},
     ],
@@ -567,6 +570,18 @@ def test_a_damaged_list_of_what_is_computed_again_is_told_in_a_sentence(run, cha
     recompute_path(run.folder).write_text(json.dumps({**said, **change}))
     with pytest.raises(SlurmGPUError, match=r"recompute.json is damaged .* that loses no row"):
         read_recompute(run.folder)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"[" * 100_000, b"{}", None])
+def test_what_is_no_list_of_what_is_computed_again_is_told_in_a_sentence(run, content):
+    path = recompute_path(run.folder)
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(SlurmGPUError, match=r"recompute.json is damaged .* that loses no row"):
+        read_recompute(run.folder)
+
+
+def test_items_are_kept_as_spans_of_neighbours():
+    assert spans_of([3, 7, 8, 9, 11]) == [(3, 4), (7, 10), (11, 12)]
 
 
 # Interrupted at any moment

@@ -689,6 +689,9 @@ def test_exit_code_75_is_tried_again_later(one, score):
 def test_a_row_says_that_its_error_may_pass(one):
     [error] = one('print(\'{"error": "HTTP 429", "retry": 30}\')')(items("a"))
     assert (type(error), str(error), error.after) == (Retry, "HTTP 429", 30)
+    for yes, after in (("true", 0.0), ("0.5", 0.5)):
+        [error] = one(f'print(\'{{"error": "HTTP 503", "retry": {yes}}}\')')(items("a"))
+        assert (type(error), error.after) == (Retry, after)
     for no in ("0", "-1", "false"):
         [error] = one(f'print(\'{{"error": "HTTP 404", "retry": {no}}}\')')(items("a"))
         assert type(error) is ItemError
@@ -1195,6 +1198,7 @@ def test_a_missing_row_and_an_error_are_their_items_alone(score):
         ("write([{'index': 0, 'error': 1.5}])", "line 1 of {out} has 1.5 as error; expected a text"),
         ('open(path, \'w\').write(\'{"index": 0, "n": 1}\\n{"ind\')', "line 2 of {out} is '{\"ind'"),
         ("open(path, 'wb').write(b'\\xff\\n')", "line 1 of {out} is"),
+        ("open(path, 'w').write('[' * 100_000)", "line 1 of {out} is '[[["),
         ("write(map(row, items)); sys.exit(4)", "exited with code 4"),
         ("write(map(row, items)); os.kill(os.getpid(), signal.SIGSEGV)", "died by SIGSEGV"),
         ("sys.exit(f'cannot read {path}')", "exited with code 1: cannot read {out}"),
@@ -1494,7 +1498,23 @@ def test_tables_and_dates_that_pandas_writes_are_those_that_it_read(tmp_path, mo
         ("meta", {"a": 1, "b": 2}, {"a": 1}, False),
         ("meta", {}, {"a": 1}, False),
         ("meta", '{"b":[1],"a":"é"}', {"a": "é", "b": [1]}, True),
+        ("meta", {"a": 1, "b": 2}, {"a": 1, "b": 3}, False),
         ("tags", "['a', 'c']", ["a", "b"], False),
+        ("tags", ["a", "c"], ["a", "b"], False),
+        ("tags", ["a"], ["a", "b"], False),
+        ("tags", ["a"], "a", False),
+        ("meta", {"a": 1}, [1], False),
+        ("meta", [1], {"a": 1}, False),
+        ("score", "high", 5, False),
+        ("score", 5, "high", False),
+        ("score", 0.1234567891, 0.12345678912345, True),
+        ("score", 0.123456789, 0.1234567895, False),
+        ("n", 1.23456789e17, 123456789012345678, True),
+        ("n", 1.2345678e17, 123456789012345678, False),
+        ("created_at", 1700000000000, 1700000000, True),
+        ("created_at", 1700000000123, 1700000000123000, True),
+        ("created_at", 1700000000123, 1700000000123000000, True),
+        ("created_at", 1700000000124, 1700000000123000, False),
         ("seconds", 3000, 3, False),
         ("created_at", 1543190400000, 1700000000, False),
         ("date", "2026-11-26", "Nov 26, 2026", False),  # a script that reads dates
@@ -1605,7 +1625,7 @@ def test_a_row_that_matches_no_item_fails_its_slice(by_id, row, said):
 @pytest.mark.parametrize(("name", "written"), [("007", 7), ("7", 7.0)])
 def test_a_row_whose_name_became_another_number_is_told_of_its_item(by_id, name, written):
     code = f"import sys; open(sys.argv[2], 'w').write({json.dumps({'id': written, 'n': 1})!r})"
-    said = failing(by_id(code), [Item(0, {"id": name}), Item(1, {"id": "b"})])
+    said = failing(by_id(code), [Item(0, {"id": "b"}), Item(1, {"id": "5"}), Item(2, {"id": name})])
     assert (
         f"has '{written}' as 'id', but no item of this call has that value; one has '{name}'. Keep 'id' a text" in said
     )
@@ -1784,6 +1804,16 @@ def test_start_and_end_name_each_stretch_without_a_gap(tmp_path, monkeypatch):
     asked = [Item(index, {}) for index in (3, 4, 5, 8, 9)]
     assert command(asked) == [{"n": index} for index in (3, 4, 5, 8, 9)]
     assert (tmp_path / "calls").read_text() == "3 6;8 10;"
+
+
+@pytest.mark.parametrize(
+    ("settings", "table"), [({"in_order": True}, ",n\\n0,1\\n1,2\\n"), ({"match": "id"}, ",id,n\\n0,b,2\\n1,a,1\\n")]
+)
+def test_rows_of_a_stretch_may_be_matched_and_have_the_index_that_pandas_writes(tmp_path, monkeypatch, settings, table):
+    code = f"import sys; open(sys.argv[3], 'w').write('{table}')"
+    run = [sys.executable, "-S", "-c", code, "{start}", "{end}", "{out:csv}"]
+    command = loaded(tmp_path, monkeypatch, run=run, **settings)
+    assert command([Item(3, {"id": "a"}), Item(4, {"id": "b"})]) == [{"n": 1}, {"n": 2}]
 
 
 # A stream

@@ -477,6 +477,13 @@ def test_a_sort_key_ends_task_or_process_as_a_call_does(monkeypatch):
         compute(sorting(lambda text: OSError(errno.EMFILE, text)))
 
 
+def test_an_item_without_a_sort_key_fails_alone_and_says_why():
+    workload = Recorder(sort_key=lambda item: -len(raise_at(5)([item])) * item.index)
+    [(index, failure)] = failures(compute(workload)).items()
+    assert (index, failure.message.partition(" (")[0]) == (5, "ValueError: cannot do 5")
+    assert workload.batches == [[7, 6, 4, 3], [2, 1, 0]]
+
+
 def test_a_full_disk_is_the_items_fault_where_no_progress_is_kept():
     computed = compute(Recorder(raise_at(2, error=lambda text: OSError(errno.ENOSPC, text))))
     assert [(index, failure.kind) for index, failure in failures(computed).items()] == [(2, "item_error")]
@@ -545,6 +552,35 @@ def test_items_that_cannot_be_read_are_input_errors_in_their_place():
     assert computed.rows[2]["x"] == 3.0
 
 
+@pytest.mark.parametrize("are_rows", [True, False])
+def test_items_with_an_error_fail_only_where_they_are_rows_of_an_earlier_run(are_rows):
+    computer = Computer(adapt(Recorder(), "w"), "w", COLUMNS, 4, items_are_rows=are_rows)
+    items = [Item(0, {"x": 1.0, "error": "too dark"}), Item(1, {"x": 2.0, "error": ""})]
+    computed = computer.compute(computer.take_in(items), History())
+    assert failures(computed).keys() == ({0} if are_rows else set())
+
+
+@pytest.mark.parametrize(
+    ("function", "lines"),
+    [
+        (None, []),
+        (lambda items: [ItemError("dark") if item.index == 1 else {"x": 0} for item in items], ["1: item_error: dark"]),
+        (lambda items: [Retry("busy") if item.index == 1 else {"x": 0} for item in items], ["1: item_error: busy"]),
+        (lambda items: raise_at(1)(items), ["1: item_error: ValueError: cannot do 1 (test_computer.py, line "]),
+        (lambda items: [{"x": 0}], ["0: item_error: workload Recorder returned 1 row for 2 items"]),
+    ],
+    ids=["none", "returned", "for now", "raised", "too few"],
+)
+def test_each_failed_item_has_a_line_in_the_log(caplog, function, lines):
+    computer = Computer(adapt(Recorder(function) if function else Recorder(), "w"), "Recorder", COLUMNS, 2)
+    items = [Item(0, {"x": 1.0}), Item(1, {"x": 2.0}), (2, ItemError("line 3: not JSON")), Item(3, {"x": 1.0})]
+    history = History(batch_weights={3: 1.0}, quarantined={3: "crash: the worker died by SIGSEGV"})
+    computer.compute(computer.take_in(items), history)
+    lines = [*lines, "2: input_error: line 3: not JSON", "3: crash: the worker died by SIGSEGV"]
+    found = sorted(message for message in caplog.messages if message.startswith("item "))
+    assert [message[5 : 5 + len(line)] for message, line in zip(found, lines, strict=True)] == lines
+
+
 class Busy:
     """A function of items that fails the first `n_times` for each of the `bad` items, as `fail(item)` does."""
 
@@ -599,6 +635,12 @@ def test_an_error_that_will_not_pass_is_not_tried_again_beside_one_that_may():
     workload = Recorder(Busy([1, 2], 99, lambda item: Retry("busy") if item.index == 1 else ItemError("blurred")))
     assert failures(compute(workload, retries=1, pause=Pauses())).keys() == {1, 2}
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [1]]
+
+
+def test_a_call_that_raises_what_will_not_pass_is_narrowed_at_once():
+    workload, pauses = Recorder(raise_at(5)), Pauses()
+    assert failures(compute(workload, retries=2, pause=pauses)).keys() == {5}
+    assert (workload.batches, pauses) == ([[0, 1, 2, 3], [4, 5, 6, 7], [4, 5], [4], [5], [6, 7]], [])
 
 
 def test_what_failed_in_its_last_try_is_not_said_to_be_put_off(caplog):
