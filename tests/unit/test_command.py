@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -1712,6 +1713,61 @@ def test_rows_in_another_order_are_noticed_by_a_field_of_the_item(ordered):
     assert "line 1 of {out} has another 'text' than its item: the rows are not in the order of the items" in said
     columns = {"n": "int32", "text": "text"}
     assert ordered(code, columns=columns)(items("a", "b")) == [{"n": 1, "text": "b"}, {"n": 1, "text": "a"}]
+
+
+IN_PARQUET = """
+import sys
+import pyarrow as pa
+from pyarrow import parquet
+
+table = parquet.read_table(sys.argv[1])
+texts = table["text"].to_pylist()
+"""
+
+
+@pytest.fixture
+def parquet(tmp_path, monkeypatch):
+    """A workload of slices, whose script writes as `code` says what it makes of a table."""
+    pytest.importorskip("pyarrow")
+
+    def make(code, **settings):
+        (tmp_path / "table.py").write_text(IN_PARQUET + code)
+        run = [sys.executable, "table.py", "{in:parquet}", "{out:parquet}"]
+        return loaded(tmp_path, monkeypatch, run=run, **settings)
+
+    return make
+
+
+def test_a_program_may_read_and_write_parquet(parquet):
+    code = "lengths = pa.array([len(text) for text in texts])\n"
+    code += (
+        "parquet.write_table(table.append_column('n', lengths).take(list(reversed(range(len(texts))))), sys.argv[2])"
+    )
+    data = [
+        {"text": "a", "id": 7, "odd": 1, "list": [0.5], "day": datetime.date(2026, 11, 29), "raw": b"x"},
+        {"text": "odd \udcff", "id": None, "odd": "one", "list": [], "day": None, "raw": None},
+        {"text": ""},
+    ]
+    command = parquet(code)
+    assert command([Item(index, each) for index, each in enumerate(data)]) == [{"n": 1}, {"n": 10}, {"n": 0}]
+    said = "told = {field.name: str(field.type) for field in table.schema}\nassert told == {}, told"
+    said = failing(parquet(said), [Item(index, each) for index, each in enumerate(data)])
+    assert "'index': 'int64', 'text': 'large_string', 'id': 'int64', 'odd': 'large_string', 'list'" in said
+
+
+def test_rows_in_parquet_may_be_in_order_and_lack_numbers(parquet):
+    code = "made = {'x': [None, 2.5], '__index_level_0__': [4, 7], 'error': [None, None]}\n"
+    command = parquet(
+        f"{code}parquet.write_table(pa.table(made), sys.argv[2])", columns={"x": "float32"}, in_order=True
+    )
+    first, second = command(items("a", "b"))
+    assert math.isnan(first["x"])
+    assert second == {"x": 2.5}
+
+
+def test_parquet_that_is_none_fails_its_slice(parquet):
+    said = failing(parquet("open(sys.argv[2], 'w').write('none')"), items("a", "b"))
+    assert "{out} is not a Parquet file: " in said
 
 
 def test_an_array_is_the_value_of_a_call_of_one_item(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ FOREIGN = {
     "huggingface_hub": {"llm", "inputs"},
     "peft": {"llm"},
     "vllm": {"llm"},
-    "pyarrow": {"inputs", "results", "merge.export"},
+    "pyarrow": {"inputs", "results", "merge.export", "workloads.command.parquet_files"},
     "duckdb": {"inputs"},
     "isal": {"inputs"},
     "pandas": {"results"},

@@ -87,9 +87,10 @@ def run(
 
     {text} is a field of an item. {in} is a file with a line {"index": …, "seed": …, "data": ITEM} for each item of a
     slice; the program writes a line {"index": …, COLUMN: VALUE} for each item to {out}. If the program reads the
-    fields as JSON lines, a list or a table, and writes them back with the columns, use {in:jsonl}, {in:json} or
-    {in:csv}, which has the index with the fields. If its rows have a field of their item instead of the index, name
-    that field with --set match=FIELD; if they are as many as the items, in their order, --set in_order=true.
+    fields as JSON lines, a list or a table, and writes them back with the columns, use {in:jsonl}, {in:json},
+    {in:csv} or {in:parquet}, which has the index with the fields. If its rows have a field of their item instead of
+    the index, name that field with --set match=FIELD; if they are as many as the items, in their order, --set
+    in_order=true.
     """
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.cli.console import result, say

@@ -1,4 +1,4 @@
-"""The items of a call in the file `{in}`: JSON lines with their data, or their fields as JSON or CSV."""
+"""The items of a call in the file `{in}`: JSON lines with their data, or their fields as JSON, CSV or Parquet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError
-from slurmgpu.workloads.command.placeholders import as_json, plain
+from slurmgpu.workloads.command.placeholders import PARQUET, as_json, plain
 
 OF_ROWS = ("index", "error")
 """Reserved names: they describe the item itself, so no field may have them in forms that mix both."""
@@ -56,6 +56,10 @@ def write_items(
     if form == "json":
         path.write_text(as_json(records), "ascii")
         return given
+    if form == PARQUET:
+        from slurmgpu.workloads.command import parquet_files  # pyarrow is an extra, and slow to import
+
+        return dict(zip(given, parquet_files.write_items(path, records), strict=False))
     names = list(dict.fromkeys(name for record in records for name in record))
     lines = [names, *([as_field(record.get(name)) for name in names] for record in records)]
     # Before 3.13 Python quotes no field for a carriage return, which readers take for the end of a line.

@@ -1,4 +1,4 @@
-"""The formats of a call's output: JSON lines, a JSON list, CSV, npz and npy."""
+"""The formats of a call's output: JSON lines, a JSON list, CSV, Parquet, npz and npy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import lzma
+import math
 import struct
 import tokenize
 import zipfile
@@ -20,6 +21,7 @@ import numpy as np
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workloads.command.items_file import BOOLEANS
+from slurmgpu.workloads.command.placeholders import PARQUET
 from slurmgpu.workloads.command.sinks import MAX_BYTES, OutputError
 
 Values = Mapping[str, Any]
@@ -102,7 +104,7 @@ def _read_csv(path: Path) -> Iterator[Values]:
         raise OutputError(f"{{out}} is not CSV in UTF-8: {error}") from error
 
 
-def typed(record: Mapping[str, str], columns: Mapping[str, Column]) -> Values:
+def _typed(record: Mapping[str, str], columns: Mapping[str, Column]) -> Values:
     """A record's texts as values; the row has an `error` if a text does not fit its column's type."""
     row: dict[str, Any] = {}
     errors: list[str] = []
@@ -143,6 +145,19 @@ def _whole(text: str) -> int:
         if not number.is_integer() or abs(number) >= 2**53:
             raise
         return int(number)
+
+
+def _read_parquet(path: Path) -> Iterator[Values]:
+    from slurmgpu.workloads.command import parquet_files  # pyarrow is an extra, and slow to import
+
+    return parquet_files.read_rows(path)
+
+
+def _with_nan(row: Values, columns: Mapping[str, Column]) -> Values:
+    """The row with NaN for each null that is a number with a fraction: pandas writes NaN as null."""
+    floats = [name for name, each in columns.items() if isinstance(each, Array) and each.dtype.kind in "fc"]
+    missing = [name for name in floats if row.get(name, 0) is None and not columns[name].shape]
+    return {**row, **dict.fromkeys(missing, math.nan)} if missing and not row.get("error") else row
 
 
 def _read_npz(path: Path) -> Iterator[Values]:
@@ -189,7 +204,10 @@ READERS: Mapping[str, Callable[[Path], Iterator[Values]]] = {
     "jsonl": _read_jsonl,
     "json": _read_json,
     "csv": _read_csv,
+    PARQUET: _read_parquet,
     "npz": _read_npz,
     "npy": _read_npy,
 }
-UNITS = {"jsonl": "line", "json": "object", "csv": "record", "npz": "row", "npy": "row"}
+READ_AS: Mapping[str, Callable[[Values, Mapping[str, Column]], Values]] = {"csv": _typed, PARQUET: _with_nan}
+"""What a row of a format means by its columns' types."""
+UNITS = {"jsonl": "line", "json": "object", "csv": "record", PARQUET: "row", "npz": "row", "npy": "row"}

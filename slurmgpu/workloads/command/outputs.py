@@ -11,10 +11,13 @@ from typing import Any
 from slurmgpu.errors import ItemError, Retry
 from slurmgpu.shards.columns import Column
 from slurmgpu.util.amounts import count_of
-from slurmgpu.workloads.command.output_formats import READERS, UNITS, Values, WrongFormError, scalar, typed
+from slurmgpu.workloads.command.output_formats import READ_AS, READERS, UNITS, Values, WrongFormError, scalar
 from slurmgpu.workloads.command.placeholders import as_json
 from slurmgpu.workloads.command.sinks import OutputError
 from slurmgpu.workloads.command.written_back import is_written_back
+
+PANDAS = ("", "__index_level_0__")
+"""The names of an index that pandas writes without being asked for it, in CSV and in Parquet."""
 
 
 class Collected:
@@ -126,12 +129,12 @@ def read_output(
     """The rows in the file `{out}`, by index; OutputError if it is not in its format.
 
     If the output `is_ordered`, it has a row for each item that is `wanted`, in the same order.
-    A program may write back what it got: fields as they were `given`, by index, the field for `match` and the unnamed
-    index column of pandas are left out unless they are declared columns. A field with another value is a result.
+    A program may write back what it got: fields as they were `given`, by index, the field for `match` and the
+    index of pandas are left out unless they are declared columns. A field with another value is a result.
     """
     collected = Collected(wanted, is_one=is_one)
     fields = {name for item in given.values() for name in item}
-    passed = {"", *([] if match is None else [match.field])} if given or match is not None or is_ordered else set()
+    passed = {*PANDAS, *([] if match is None else [match.field])} if given or match is not None or is_ordered else set()
     name_field = "index" if match is None else match.field
     in_order_of = list(wanted)
 
@@ -148,7 +151,7 @@ def read_output(
             reads = _as_many_as(wanted, reads)
         for number, read in enumerate(reads, 1):
             where = f"{UNITS[form]} {number} of {{out}}"
-            row = typed(read, columns) if form == "csv" else read
+            row = READ_AS[form](read, columns) if form in READ_AS else read
             if is_ordered:
                 row = {**row, "index": in_order_of[number - 1]}
             elif read.get(name_field) is None and not is_one:

@@ -14,10 +14,11 @@ from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
-FORMATS = ("jsonl", "json", "csv", "npz", "npy")
+FORMATS = ("jsonl", "json", "csv", "parquet", "npz", "npy")
 """The formats of `{out}`; the first is the default."""
-IN_FORMATS = ("items", "jsonl", "json", "csv")
+IN_FORMATS = ("items", "jsonl", "json", "csv", "parquet")
 """Formats of `{in}`: lines with index, seed and data; JSON lines, a list, or a table, of the index and the fields."""
+PARQUET = "parquet"
 
 MAX_ARGUMENT_BYTES = 128 * 1024
 """The longest argument that Linux takes, with its final NUL: MAX_ARG_STRLEN, execve(2)."""

@@ -22,6 +22,7 @@ from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.guard import Guard
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import GPU_TEXTS, MEMORY_TEXTS, OutOfMemoryError
+from slurmgpu.util.packages import check_imports
 from slurmgpu.util.signals import is_self_inflicted
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.caller import Call, Caller
@@ -32,6 +33,7 @@ from slurmgpu.workloads.command.placeholders import (
     IN,
     IN_FORMATS,
     ONE,
+    PARQUET,
     SLICE,
     START,
     STREAM,
@@ -154,6 +156,10 @@ class Command:
 
     def check_here(self) -> None:
         """Refuse a program that this machine lacks or cannot start, and a script that does not exist."""
+        if PARQUET in (self._line.items, self._line.out):
+            check_imports(
+                "command: a call with Parquet files needs", {"pyarrow": "pyarrow"}, "pip install 'slurmgpu[parquet]'"
+            )
         check_program(self._program, self._search_path)
         check_script(self._line.texts)
 
