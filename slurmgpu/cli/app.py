@@ -256,7 +256,7 @@ def merge(
     """
     from slurmgpu.cli.console import complain, result, result_json, stdout_for_json
     from slurmgpu.cli.views.report import show_report
-    from slurmgpu.executors import submission as submitting
+    from slurmgpu.executors import run_merge
     from slurmgpu.merge.join import verify_joined
     from slurmgpu.slurm.commands import final_code
     from slurmgpu.util.logging import log_to_stderr
@@ -277,7 +277,7 @@ def merge(
     if wait:
         log_to_stderr(force=True)
     with stdout_for_json(as_json):
-        value = submitting.merge_when_over(run) if wait else submitting.merge_by_hand(run, force=force)
+        value = run_merge.merge_when_over(run) if wait else run_merge.merge_by_hand(run, force=force)
     if as_json:
         result_json(value)
     else:

@@ -245,7 +245,7 @@ def run_local_task(
             code = work(run, attempt, spare=spare)
         if is_orphaned(run, submission):
             outlive_parent()  # if the slot is killed now, the merge goes on: no other process would do it
-            from slurmgpu.executors.submission import merge_orphaned  # which imports this module
+            from slurmgpu.executors.run_merge import merge_orphaned  # which imports this module
 
             log.warning("the process that submitted the run has ended, so its last task merges")
             merge_orphaned(run, submission)

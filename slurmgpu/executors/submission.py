@@ -1,40 +1,32 @@
-"""Start submissions, and merge at the end of each: the same for every executor."""
+"""Start submissions, merge at the end of each, and resubmit by `auto_resubmit`: the same for every executor."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
-from slurmgpu.executors import on_end
 from slurmgpu.executors.interface import Executor, Started
-from slurmgpu.executors.live_tasks import alive, forget_dead_tasks, others_alive, refuse_alive, wait_for_cancelled
-from slurmgpu.executors.registry import accounting_of, executor_named
+from slurmgpu.executors.live_tasks import forget_dead_tasks, others_alive
+from slurmgpu.executors.registry import executor_named
+from slurmgpu.executors.run_merge import MAX_PAUSE_S, in_words, locked_when_over, naming_room, tell_end
 from slurmgpu.faults import parse_faults
 from slurmgpu.faults.injection import damage_shards
 from slurmgpu.merge import merge
-from slurmgpu.report.completeness import command_to_continue
 from slurmgpu.report.outcomes import Accounting
-from slurmgpu.report.report_file import Report, every_item_failed, retriable
+from slurmgpu.report.report_file import Report, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.creation import protect
 from slurmgpu.run.directory import Run
-from slurmgpu.run.liveness import is_orphaned, processes_here
 from slurmgpu.run.lock import Lock, run_lock
 from slurmgpu.run.submissions import ENDS, Submission, SubmissionLine, is_of_processes, jobs_of
 from slurmgpu.util.early_signals import heeded
-from slurmgpu.util.shared_files import FULL, list_names
 
 log = logging.getLogger(__name__)
 
-MAX_PAUSE_S = 15.0
-"""The longest pause between two looks of a merge that waits."""
 SILENCE_S = 600.0
 """How long a merge job that resubmits its run waits for a scheduler that does not answer."""
 
@@ -107,7 +99,7 @@ def start(
     finally:
         # Only after the next submission is recorded; otherwise a second shell would think that the run has ended.
         run.record_submission({"submission": submission.submission, "state": "ended"})
-    _tell_end(run, report)
+    tell_end(run, report)
     return Outcome(submission, {}, tuple(notes), report)
 
 
@@ -153,158 +145,11 @@ def _compute_and_merge(
     if submission.inject:
         damage_shards(run, parse_faults(submission.inject))
     # A task of this submission may have outlived its supervisor, and others may have joined the run.
-    over = _locked_when_over(run, lambda: others_alive(run, None), lambda: accounting, logging.WARNING)
-    with heeded(), over as (lock, _), _naming_room(run):
+    over = locked_when_over(run, lambda: others_alive(run, None), lambda: accounting, logging.WARNING)
+    with heeded(), over as (lock, _), naming_room(run):
         report = merge.merge(run, accounting, lock.check)
         forget_dead_tasks(run)
     return report
-
-
-def merge_by_hand(run: Run, *, force: bool = False) -> Report:
-    """Merge now and return the report; refused while the run has live tasks or queued jobs, unless `force`."""
-    owners.refuse_unwritable(run, "merge it", merges=True)
-
-    def ask() -> Accounting | None:
-        if not force:
-            wait_for_cancelled(run)  # so that accounting knows the ends of its tasks
-        return accounting_of(run)
-
-    over = _locked_when_over(run, lambda: None, ask, patient=False)
-    with heeded(), over as (lock, accounting):
-        may_live = refuse_alive(run, "merge", force=force, waits=False)  # `ask` has waited, without the lock
-        report, has_ended = _merge_and_end(run, accounting, lock, may_live=may_live)
-    if has_ended:
-        _tell_end(run, report)
-    return report
-
-
-def merge_when_over(run: Run) -> Report:
-    """Wait until no task of the run is alive or queued, then merge; return the report. sbatch/merge.sbatch does this.
-
-    The run file's `auto_resubmit` is ignored: users who submit by hand decide what comes next.
-    """
-    from slurmgpu.executors import manual_jobs  # imports pydantic, as `_next` does
-
-    owners.refuse_unwritable(run, "merge it", merges=True)
-    own_job = os.environ.get("SLURM_JOB_ID", "")
-    run.make_folders()
-    with heeded(), manual_jobs.log_beside(run, own_job) if own_job else contextlib.nullcontext():
-        if own_job:
-            _record_merge_job(run, own_job)
-        with _locked_when_over(run, lambda: _alive_as_far_as_known(run, own_job)) as (lock, accounting):
-            report, has_ended = _merge_and_end(run, accounting, lock)
-        if has_ended:
-            _tell_end(run, report)
-        if own_job:
-            log.info("%s", _in_words(report))
-        return report
-
-
-def _record_merge_job(run: Run, own_job: str) -> None:
-    """Record this job as the merge job of the submissions that lack one, for runs that wait for it (--after)."""
-    for line in run.submissions():
-        if line.get("by_hand") and line["state"] != "ended" and "merge_job" not in line:
-            told: SubmissionLine = {"submission": line["submission"], "merge_job": own_job}
-            if name := os.environ.get("SLURM_JOB_NAME"):
-                told["merge_name"] = name
-            run.record_submission(told)
-
-
-@contextlib.contextmanager
-def _locked_when_over(
-    run: Run,
-    what_lives: Callable[[], str | None],
-    ask: Callable[[], Accounting | None] | None = None,
-    level: int = logging.INFO,
-    *,
-    patient: bool = True,
-) -> Iterator[tuple[Lock, Accounting | None]]:
-    """Hold the run's lock once nothing is alive, and yield it with the answer of `ask` about all attempts.
-
-    By default that is the executors' accounting, settled. It is asked before, since a task that joins the run waits for
-    the lock: a Slurm that is silent takes minutes. `level` is the level of the message that says what is waited for:
-    merge jobs log INFO, a terminal only warnings.
-    """
-    while True:
-        _wait_for_end(what_lives, level)
-        seen = _submissions_and_attempts(run)
-        accounting = accounting_of(run, settled=True) if ask is None else ask()
-        with run_lock(run.folder, "merging", patient=patient) as lock:
-            if what_lives() is None and _submissions_and_attempts(run) == seen:  # else another array was there
-                yield lock, accounting
-                return
-
-
-def _submissions_and_attempts(run: Run) -> tuple[object, object]:
-    # The listing is as fresh as the file server's: to see what lives, the folder was just changed.
-    return run.submissions(), [name for name in list_names(run.tasks) if name.endswith(".json")]
-
-
-def _wait_for_end(what_lives: Callable[[], str | None], level: int) -> None:
-    said, pause = None, 1.0
-    while what := what_lives():
-        if what != said:
-            said = what
-            log.log(level, "waiting: %s", what)
-        time.sleep(pause)
-        pause = min(2 * pause, MAX_PAUSE_S)
-
-
-def _alive_as_far_as_known(run: Run, own_job: str) -> str | None:
-    try:
-        return alive(run, own_job)
-    except NoAnswerError as error:
-        if error.is_absent:
-            raise
-        return f"the run's live tasks are unknown; {error}"
-
-
-@contextlib.contextmanager
-def _naming_room(run: Run) -> Iterator[None]:
-    """Turn a full disk into a SlurmGPUError with the path and the next command."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (*FULL, errno.EFBIG):
-            raise
-        to_do = "Raise `ulimit -f`" if error.errno == errno.EFBIG else "Free space there"
-        raise SlurmGPUError(
-            f"{error.filename or run.merged}: {error.strerror}. Published shards are kept. {to_do}, then: "
-            f"{command_to_continue(run)}"
-        ) from error
-
-
-def _merge_and_end(
-    run: Run, accounting: Accounting | None, lock: Lock, *, may_live: bool = False
-) -> tuple[Report, bool]:
-    """Merge; return the report, and whether a submission that had not ended ends with it.
-
-    With `may_live`, submissions that are running here are left to end with their own merge.
-    """
-    with _naming_room(run):
-        report = merge.merge(run, accounting, lock.check, may_live=may_live)
-    lock.check()
-    forget_dead_tasks(run)
-    open_ones = [
-        line for line in run.submissions() if line["state"] != "ended" and not (may_live and processes_here(line))
-    ]
-    for line in open_ones:
-        run.record_submission({"submission": line["submission"], "state": "ended"})
-    return report, any(line["state"] != "refused" for line in open_ones)
-
-
-def merge_orphaned(run: Run, number: int) -> None:
-    """Merge a submission whose process was killed, once no task is alive; each of its tasks may call this at its end.
-
-    `auto_resubmit` is ignored: a task has only a part of this machine's GPUs.
-    """
-    with heeded(), _locked_when_over(run, lambda: others_alive(run, None)) as (lock, accounting):
-        if not is_orphaned(run, number):
-            return  # another task has merged
-        report, has_ended = _merge_and_end(run, accounting, lock)
-    log.info("%s", _in_words(report))
-    if has_ended:
-        _tell_end(run, report)
 
 
 def merge_behind(run: Run, submission: int) -> int:
@@ -323,14 +168,14 @@ def merge_behind(run: Run, submission: int) -> int:
         # Else `slurmgpu cancel` takes this job for one that tells of the end.
         run.record_submission({"submission": submission, "merges_again": True})
     goes_on = False
-    over = _locked_when_over(run, lambda: others_alive(run, last.get("array_job")))
-    with over as (lock, accounting), _naming_room(run):
+    over = locked_when_over(run, lambda: others_alive(run, last.get("array_job")))
+    with over as (lock, accounting), naming_room(run):
         # Slurm requeues a job whose end slurmctld has missed; then `on_end` has run already.
         had_ended = run.submission(submission).get("state") == "ended"
         _refuse_lost(run, submission)
         report = merge.merge(run, accounting, lock.check)
         forget_dead_tasks(run)
-    log.info("%s", _in_words(report))
+    log.info("%s", in_words(report))
     try:
         if not report["complete"] and (later := _later(run, last)) is not None:
             goes_on = True
@@ -358,7 +203,7 @@ def merge_behind(run: Run, submission: int) -> int:
                     told["merges_again"] = False
                 run.record_submission(told)
         if not goes_on:  # also if Slurm refused the resubmission
-            _tell_end(run, report, is_told=had_ended)
+            tell_end(run, report, is_told=had_ended)
     return 0 if report["complete"] else 3
 
 
@@ -386,12 +231,6 @@ def _once_answered(do: Callable[[], T]) -> T:
         pause = min(2 * pause, MAX_PAUSE_S)
 
 
-def _tell_end(run: Run, report: Report, *, is_told: bool = False) -> None:
-    if not is_told:
-        on_end.run_on_end(run, report)
-    on_end.track(run)  # after: a tracker may take half an hour, or the rest of the job's time
-
-
 def _later(run: Run, line: SubmissionLine) -> SubmissionLine | None:
     """The submission that Slurm took after this one, from `submit` or `resubmit`; None if there is none.
 
@@ -399,16 +238,6 @@ def _later(run: Run, line: SubmissionLine) -> SubmissionLine | None:
     """
     newest = [each for each in run.submissions() if not each.get("by_hand") and each["state"] != "refused"][-1]
     return newest if newest["submission"] > line["submission"] else None
-
-
-def _in_words(report: Report) -> str:
-    failures = ", ".join(f"{count} {name}" for name, count in report["failures"].items())
-    state = "complete" if report["complete"] else "incomplete"
-    state += ", every item failed" * every_item_failed(report)
-    return (
-        f"merged: {state}, {report['n_rows']:,} of {report['n_items']:,} "
-        f"rows, {report['n_errors']:,} of them failed" + (f"; attempts that failed: {failures}" if failures else "")
-    )
 
 
 def _goes_on(run: Run, report: Report, round_done: int) -> bool:

@@ -15,7 +15,7 @@ import pytest
 
 from slurmgpu.cli.commands.logs import is_at_rest
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import job_entry, live_tasks, slurm, submission
+from slurmgpu.executors import job_entry, live_tasks, run_merge, slurm
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.operations.resubmit import Request, resubmit
 from slurmgpu.run import heartbeats
@@ -457,11 +457,11 @@ def test_a_merge_by_hand_waits_once_for_what_was_cancelled_and_without_the_lock(
     run.record_submission({"submission": 2, "cancelled": True})
     monkeypatch.setattr(live_tasks, "alive", lambda run: "a task that does not end")
     monkeypatch.setattr(live_tasks, "ENDING_S", 0.1)
-    monkeypatch.setattr(submission, "accounting_of", lambda run: None)
+    monkeypatch.setattr(run_merge, "accounting_of", lambda run: None)
     locked = []
     while_waiting(monkeypatch, live_tasks, lambda seconds: locked.append((run.folder / ".submitting").exists()))
     with pytest.raises(SlurmGPUError, match="still running: a task that does not end"):
-        submission.merge_by_hand(run)
+        run_merge.merge_by_hand(run)
     assert set(locked) == {False}
 
 
@@ -509,7 +509,7 @@ def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monke
 
 
 def test_a_merge_asks_again_if_a_task_or_a_submission_came_while_it_asked(run, monkeypatch):
-    while_waiting(monkeypatch, submission, lambda seconds: None)
+    while_waiting(monkeypatch, run_merge, lambda seconds: None)
     first, seen, lives = run.submissions()[0], [], [None, "a task is alive", "a task is alive", None]
 
     def asks():
@@ -517,14 +517,14 @@ def test_a_merge_asks_again_if_a_task_or_a_submission_came_while_it_asked(run, m
         if len(seen) == 2:
             run.record_submission({**first, "submission": 2})
 
-    with submission._locked_when_over(run, lambda: lives.pop(0) if lives else None, asks):
+    with run_merge.locked_when_over(run, lambda: lives.pop(0) if lives else None, asks):
         pass
     assert seen == [1, 1, 2]
 
 
 def test_a_forced_merge_ends_submissions_whose_jobs_are_not_seen_here(run, monkeypatch):
     queued_on(run, monkeypatch, cluster="there", uid=os.getuid())
-    submission.merge_by_hand(run, force=True)
+    run_merge.merge_by_hand(run, force=True)
     assert [line["state"] for line in run.submissions()] == ["ended", "ended"]
 
 

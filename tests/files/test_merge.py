@@ -13,8 +13,8 @@ import pytest
 from slurmgpu import results
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.executors import submission as submissions
-from slurmgpu.executors.submission import merge_by_hand
+from slurmgpu.executors import run_merge
+from slurmgpu.executors.run_merge import merge_by_hand
 from slurmgpu.merge import failed_items, files_to_join, merged_file, shards_folder, sources
 from slurmgpu.merge import merge as merging
 from slurmgpu.merge.failed_items import failed_again
@@ -1112,7 +1112,7 @@ def test_a_merge_by_hand_asks_accounting_before_it_holds_the_lock(run, monkeypat
         with run_lock(run.folder, "joining"):
             return
 
-    monkeypatch.setattr(submissions, "accounting_of", ask)
+    monkeypatch.setattr(run_merge, "accounting_of", ask)
     assert merge_by_hand(run)["complete"]
 
 
@@ -1120,8 +1120,8 @@ def test_a_merge_by_hand_asks_accounting_once_cancelled_tasks_have_ended(run, mo
     """Before their ends, accounting does not know them."""
     publish_all(run)
     done = []
-    monkeypatch.setattr(submissions, "wait_for_cancelled", lambda run: done.append("the end of the cancelled"))
-    monkeypatch.setattr(submissions, "accounting_of", lambda run: done.append("accounting"))
+    monkeypatch.setattr(run_merge, "wait_for_cancelled", lambda run: done.append("the end of the cancelled"))
+    monkeypatch.setattr(run_merge, "accounting_of", lambda run: done.append("accounting"))
     assert merge_by_hand(run)["complete"]
     assert done == ["the end of the cancelled", "accounting"]
     assert merge_by_hand(run, force=True)["complete"]

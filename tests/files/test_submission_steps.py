@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from slurmgpu.errors import MayBeQueuedError, NoAnswerError, SlurmGPUError
-from slurmgpu.executors import manual_jobs, resubmission, submission
+from slurmgpu.executors import manual_jobs, resubmission, run_merge, submission
 from slurmgpu.executors.interface import Started
 from slurmgpu.inputs import promise
 from slurmgpu.operations import resubmit
@@ -162,7 +162,7 @@ def test_a_merge_job_by_hand_is_that_of_the_submissions_that_have_none(run, monk
     given = ({}, {"merge_job": "5"}, {"state": "ended"}, {"by_hand": False})
     for number, more in enumerate(given, 2):
         run.record_submission({**first, "by_hand": True, "state": "queued", "submission": number, **more})
-    submission._record_merge_job(run, "99")
+    run_merge._record_merge_job(run, "99")
     jobs = [(line.get("merge_job"), line.get("merge_name")) for line in run.submissions()[1:]]
     assert jobs == [("99", "merge-judge"), ("5", None), (None, None), (None, None)]
 
@@ -305,10 +305,10 @@ def test_a_merge_job_hands_over_to_a_later_submission_and_ends_what_has_nothing_
 ):
     done, report = [], {"complete": complete, "resubmit": "slurmgpu resubmit run"}
     monkeypatch.setattr(submission.merge, "merge", lambda *given: report)
-    monkeypatch.setattr(submission, "_in_words", lambda report: "merged")
-    monkeypatch.setattr(submission, "_tell_end", lambda run, report, is_told: done.append("told"))
+    monkeypatch.setattr(submission, "in_words", lambda report: "merged")
+    monkeypatch.setattr(submission, "tell_end", lambda run, report, is_told: done.append("told"))
     monkeypatch.setattr(submission, "others_alive", lambda run, own: None)
-    monkeypatch.setattr(submission, "accounting_of", lambda run, settled: None)
+    monkeypatch.setattr(run_merge, "accounting_of", lambda run, settled: None)
     slurm = SimpleNamespace(hand_over=lambda line, jobs: done.append(jobs))
     monkeypatch.setattr(submission, "executor_named", lambda name: slurm)
     first = {key: value for key, value in run.submissions()[0].items() if not key.endswith("_job")}

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from slurmgpu.executors import job_entry, submission
+from slurmgpu.executors import job_entry, run_merge, submission
 from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.executors.slurm import Slurm
 from slurmgpu.executors.submission import merge_behind
@@ -189,7 +189,7 @@ def test_accounting_is_asked_before_the_run_is_locked_about_all_that_has_run(run
         if len(asked) == 1:  # another array comes and goes
             run.record_submission(run.submissions()[0] | {"submission": 2, "array_job": "9", "state": "ended"})
 
-    monkeypatch.setattr(submission, "accounting_of", answer)
+    monkeypatch.setattr(run_merge, "accounting_of", answer)
     assert merge_behind(run, 1) == 3
     assert asked == [False, False]
 
@@ -206,7 +206,7 @@ def test_an_attempt_that_no_listing_shows_while_accounting_is_asked_is_asked_for
             (run.tasks / "9_0.0.json").write_text("{}")
             stale(monkeypatch, run, run.tasks, before)
 
-    monkeypatch.setattr(submission, "accounting_of", answer)
+    monkeypatch.setattr(run_merge, "accounting_of", answer)
     assert merge_behind(run, 1) == 3
     assert asked == [[], ["9_0.0.json"]]
 

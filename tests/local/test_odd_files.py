@@ -23,7 +23,7 @@ import slurmgpu.merge.export
 import slurmgpu.page.page  # noqa: F401  (imported once, and not in each fork)
 from slurmgpu.cli import main
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import submission
+from slurmgpu.executors import run_merge
 from slurmgpu.run.directory import FOLDERS, Run
 from tests.support.nightly import by_night
 from tests.support.runs import make_project
@@ -231,9 +231,9 @@ def test_jobs_by_hand_make_the_folders_again_that_a_purge_has_removed_while_they
     assert (folder / "run" / "logs" / "7_0_0_log.err").exists()
     shutil.rmtree(folder / "run" / "logs")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setattr(submission, "_record_merge_job", raise_stopped)
+    monkeypatch.setattr(run_merge, "_record_merge_job", raise_stopped)
     with pytest.raises(SlurmGPUError, match="stopped"):
-        submission.merge_when_over(Run.open(folder / "run"))
+        run_merge.merge_when_over(Run.open(folder / "run"))
     assert (folder / "run" / "logs" / "8_0_log.err").exists()
 
 

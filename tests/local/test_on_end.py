@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.executors import on_end, submission
+from slurmgpu.executors import on_end, run_merge, submission
 from slurmgpu.report.report_file import report_path
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import write_json
@@ -116,10 +116,10 @@ def test_a_run_that_is_submitted_again_automatically_is_told_of_once_at_its_end(
 
     # A merge by hand of a run that has ended tells nobody again; one that ends a submission does.
     run = Run.open(folder / "run")
-    submission.merge_by_hand(run)
+    run_merge.merge_by_hand(run)
     assert (folder / "told.txt").read_text() == "complete\n"
     run.record_submission({**run.last_submission(), "submission": 3, "state": "running", "pids": []})
-    submission.merge_by_hand(run)
+    run_merge.merge_by_hand(run)
     assert (folder / "told.txt").read_text() == "complete\n" * 2
 
 
@@ -190,7 +190,7 @@ def test_neither_the_command_nor_trackers_need_a_process_that_cannot_be_started(
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(subprocess, "Popen", no_more)
-    submission._tell_end(run, value)
+    run_merge.tell_end(run, value)
     assert "on_end could not be started" in caplog.text
     assert f"nothing is sent to trackers: Resource temporarily unavailable. To send it: slurmgpu track {run.typed}" in (
         caplog.text

@@ -24,7 +24,7 @@ from slurmgpu.cli.views.dry_run import bound_in_words
 from slurmgpu.cli.views.report import show_report
 from slurmgpu.cli.views.status import show_status
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import submission
+from slurmgpu.executors import run_merge
 from slurmgpu.executors.interface import Preview
 from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.report.next_step import none_began
@@ -261,7 +261,7 @@ def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_pat
     show_report(report)
     lines = capsys.readouterr().out.splitlines()
     assert "complete, every item failed" in lines[0]
-    assert submission._in_words(report).startswith("merged: complete, every item failed, 2 of ")
+    assert run_merge.in_words(report).startswith("merged: complete, every item failed, 2 of ")
     assert lines[-4:] == [
         f"every item failed: slurmgpu logs {run.typed} --item 3 shows where",
         "",
