@@ -228,7 +228,7 @@ def overrides(given: Mapping[str, Any], below: Overrides | None = None) -> Overr
 
 def overrides_of_resubmission(given: Mapping[str, Any]) -> Overrides:
     """The values of `overrides` for a resubmission. Raises SlurmGPUError for a key that is frozen in the run."""
-    from slurmgpu.plan.overrides import OF_SBATCH
+    from slurmgpu.run.private import OF_SBATCH
 
     found = overrides(given)
     for table, key in found.sources:

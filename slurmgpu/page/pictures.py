@@ -12,9 +12,10 @@ from matplotlib.path import Path as Outline
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from slurmgpu.page.clock import Clock
-from slurmgpu.page.spans import STATES, AttemptSpan, rows_of
+from slurmgpu.page.spans import AttemptSpan, rows_of
 from slurmgpu.page.svg import COLOURS, NARROW, RIGHT, figure
 from slurmgpu.report.ledger import KINDS
+from slurmgpu.run.records import ATTEMPT_STATES
 
 MAX_HEIGHT = 1000
 ROW_HEIGHT = 18
@@ -46,7 +47,7 @@ def timeline(spans: Sequence[AttemptSpan], clock: Clock, width: int) -> Figure:
     _name_rows(axes, rows, width)
     thickness = max(0.8, row * 0.72)
     scale = (width - left - RIGHT) / clock.end  # pixels for each second
-    for state in STATES:
+    for state in ATTEMPT_STATES:
         points: list[tuple[float, float]] = []
         for number, (_, its) in enumerate(rows):
             for start, stop in ((start, stop) for span in its for kind, start, stop in span.phases if kind == state):

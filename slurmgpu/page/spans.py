@@ -11,11 +11,9 @@ from slurmgpu.page.words import plain
 from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.ledger import Counting, counting, kind_of
 from slurmgpu.report.report_file import Report
-from slurmgpu.run.records import Computed
+from slurmgpu.run.records import ATTEMPT_STATES, Computed
 from slurmgpu.util.array_ids import task_of_attempt
 
-STATES = ("starting", "loading", "running", "ended")
-"""The phases that are drawn. After a task has recorded its end, it holds its GPUs until Slurm releases them."""
 NONSENSE = (TypeError, ValueError, KeyError, IndexError)
 """The errors of a damaged row, which is left out."""
 
@@ -126,5 +124,5 @@ def _phases(attempt: AttemptRow, stop: float) -> Iterator[tuple[str, float, floa
     changes = [(float(at), str(state)) for at, state in attempt["phases"]]
     ends = [*(at for at, _ in changes[1:]), stop]
     for (at, state), end in zip(changes, ends, strict=True):
-        if state in STATES and end > at:
+        if state in ATTEMPT_STATES and end > at:
             yield state, at, end

@@ -12,13 +12,12 @@ from slurmgpu.loader.names import title_of
 from slurmgpu.plan.merged_tables import Part, merge_tables
 from slurmgpu.plan.run_file import RunFile, read_value, table_of, takes
 from slurmgpu.plan.slurm_options import plain_names
+from slurmgpu.run.private import OF_SBATCH
 from slurmgpu.util.toml import parts_of
 
 SET = "--set"
 TABLES = [name for name, field in RunFile.model_fields.items() if table_of((name,)) or "dict[" in str(field.annotation)]
 """The tables of a run file."""
-OF_SBATCH = ("slurm", "merge")
-"""The tables that hold options of sbatch."""
 
 
 class Overrides(dict[str, Any]):

@@ -39,10 +39,11 @@ from slurmgpu.plan.run_file import (
 from slurmgpu.plan.slurm_options import SlurmOptions, plain_names
 from slurmgpu.plan.variables import substitute
 from slurmgpu.run.frozen_plan import GIVEN_RUN_FILE, NO_RUN_FILE
+from slurmgpu.run.private import OF_SBATCH
 from slurmgpu.util.shared_files import exists
 from slurmgpu.util.users import expanded
 
-TABLES = ("resources", "container", "slurm", "merge")
+TABLES = ("resources", "container", *OF_SBATCH)
 """The tables that a site file may have."""
 
 OF_THE_SHELL = {
@@ -274,7 +275,7 @@ def _read(source: RunFileSource) -> dict[str, Any]:
     if isinstance(resources := value.get("resources"), dict) and resources.get("gpus") == ALL:
         alone = {**value, "resources": {**resources, "gpus": 0}}  # the site file or an option may set the executor
     parse_table(RunFile, alone, _called(source) or named(path_of(source)))  # alone, so that errors name this file
-    return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
+    return {**value, **{table: plain_names(value[table]) for table in OF_SBATCH if table in value}}
 
 
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:

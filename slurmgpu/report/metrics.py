@@ -15,13 +15,13 @@ from pathlib import Path
 
 from slurmgpu.report.queued import Job
 from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.run.records import ATTEMPT_STATES
 from slurmgpu.util.atomic_files import write_bytes
 
 log = logging.getLogger(__name__)
 
 STATES = ("planned", "queued", "running", "merging", "complete", "incomplete", "ended")
 """The states of a run; exactly one of them is 1."""
-ATTEMPT_STATES = ("starting", "loading", "running", "ended")
 
 READABLE = 0o644
 """The file's permissions, whatever the umask: the exporter runs as another user."""

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 NAME = "private.json"
 MODE = 0o600
 MOST_BYTES = 16 << 20
-TABLES = ("slurm", "merge")
+OF_SBATCH = ("slurm", "merge")
 """The tables of sbatch options, in a plan and in a submission."""
 WHOLLY = ("setup", "export")
 """Options whose values are hidden as a whole."""
@@ -37,7 +37,7 @@ Shown = TypeVar("Shown", bound=Mapping[str, Any])
 def public(value: Shown) -> Shown:
     """A plan or a submission without its private parts."""
     shown: dict[str, Any] = dict(value)
-    for table in TABLES:
+    for table in OF_SBATCH:
         if isinstance(value.get(table), Mapping):
             shown[table] = _public_options(value[table])
     if value.get("on_end"):
@@ -56,7 +56,7 @@ def _public_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def keep(folder: Path, key: str, value: Shown) -> Shown:
     """The public part of a plan or a submission; the rest is kept in `folder` under `key`."""
     shown = public(value)
-    secret = {name: value[name] for name in (*TABLES, "on_end") if name in value and shown[name] != value[name]}
+    secret = {name: value[name] for name in (*OF_SBATCH, "on_end") if name in value and shown[name] != value[name]}
     if secret:
         known = _read(folder, to_keep=True)
         known[key] = secret
@@ -79,7 +79,7 @@ def reveal(folder: Path, key: str, shown: Shown) -> Shown:
 
 def is_hidden(value: Mapping[str, Any]) -> bool:
     """Whether a part of a plan or a submission is hidden."""
-    return HIDDEN in json.dumps([value.get(name) for name in (*TABLES, "on_end")], ensure_ascii=False)
+    return HIDDEN in json.dumps([value.get(name) for name in (*OF_SBATCH, "on_end")], ensure_ascii=False)
 
 
 def refuse_hidden(folder: Path, options: Mapping[str, Any]) -> None:

@@ -113,6 +113,8 @@ class Computed(TypedDict):
     published: list[list[Any]]
 
 
+ATTEMPT_STATES = ("starting", "loading", "running", "ended")
+"""After a task has recorded its end, it holds its GPUs until Slurm releases them."""
 ALL_FAIL = "each call failed so far"
 """The progress of a task begins with this until one of its calls has worked."""
 
@@ -347,7 +349,7 @@ _OF_NAME: Mapping[str, Field] = {
     "pid": Field(lambda value: type(value) is int),
     "n_gpus": Field(_is_part_of_cluster),
     "n_nodes": Field(lambda value: _is_part_of_cluster(value) and value > 0),
-    "state": Field(("starting", "loading", "running", "ended").__contains__, "starting"),
+    "state": Field(ATTEMPT_STATES.__contains__, "starting"),
     "phases": Field(_are_phases, []),
     "failure": Field(_or_none(_is_class)),
     "surroundings": Field(_is_object, {}),
