@@ -20,7 +20,7 @@ from slurmgpu.page import facts, page
 from slurmgpu.page.clock import make_clock
 from slurmgpu.page.pictures import rates
 from slurmgpu.page.provenance import provenance_of
-from slurmgpu.page.spans import makers_of, spans_of
+from slurmgpu.page.spans import items_of, makers_of, spans_of
 from slurmgpu.page.words import moment
 from slurmgpu.report.report_file import read_report, report_path
 from slurmgpu.run.directory import Run
@@ -256,15 +256,17 @@ def test_the_picture_of_the_throughput_says_the_same_as_the_ledger(tmp_path):
     run, value = pretended(tmp_path, 3000, n_tasks=4, n_shards=8, n_concurrent=2)
     again = copy.deepcopy(value["attempts"][0])
     again |= {"attempt": "4720_0.0", "submission": 2, "started": BEGIN + 3000, "ended": BEGIN + 3500}
+    again["n_items"] = 2 * 16 + 3
     again["shards"] = [[shard, BEGIN + 3000 + 60 * n, 60.0, True] for n, shard in enumerate((2, 5))]
-    again["shards"] += [[6, BEGIN + 3200, 60.0, True, 1]]  # its failed items, by resubmit --failed
+    again["shards"] += [[6, BEGIN + 3200, 60.0, True, 1]]  # its three failed items, by resubmit --failed
     hole = {"shard": 3, "start": 48, "stop": 64, "damaged": "a byte"}
     value |= {"attempts": [again, *value["attempts"]], "missing": [hole]}
     spans = spans_of(value)
     clock = make_clock(BEGIN, [(span.start, span.stop) for span in spans])
-    edges, found = rates(spans, clock, {shard: b - a for shard in range(8) for a, b in [run.plan.bounds(shard)]})
+    sizes = {shard: stop - start for shard in range(8) for start, stop in [run.plan.bounds(shard)]}
+    edges, found = rates(spans, clock, items_of(value, sizes.__getitem__))
     items = {kind: round((rate * np.diff(edges)).sum()) for kind, rate in found.items()}
-    assert items == {"useful": run.plan.n_items - 16 + 16, "repeated": 32, "lost": 16}
+    assert items == {"useful": run.plan.n_items - 16 + 3, "repeated": 32, "lost": 16}
     makers = makers_of(spans)
     assert (makers[2], makers[5]) == ("4720_0.0", "4720_0.0")
     assert makers.keys() == set(range(8)) - {3}
