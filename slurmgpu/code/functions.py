@@ -210,6 +210,25 @@ def path_of(run: Path, given: Pickled) -> Path:
     return run / f"function.{given['sha256'][:DIGITS]}.pkl"
 
 
+def read_pickle(path: Path, planned: Pickled) -> bytes:
+    """The bytes of a pickle; SlurmGPUError unless it is the submitted one and belongs to this user."""
+    try:
+        content = read_own(path, max_bytes=2 * pickling.MOST_BYTES)
+    except FileNotFoundError as error:
+        raise SlurmGPUError(
+            f"{path}, the function of this run, is gone. Restore the file, or hand the function over again, in Python: "
+            f"slurmgpu.open_run({str(path.parent)!r}).resubmit(function=…)"
+        ) from error
+    except (PermissionError, UnusableFileError) as error:
+        raise SlurmGPUError(
+            f"{path}, the function of this run, cannot be read: {error.strerror}. Only the user who submitted it can "
+            f"compute it. Map the function again in your own folder."
+        ) from error
+    if hashlib.sha256(content).hexdigest() != planned["sha256"]:
+        raise SlurmGPUError(f"{path} is not the function that the run was submitted with. Map the function again.")
+    return content
+
+
 def unpack(path: Path, planned: Pickled) -> dict[str, Callable[..., Any] | None]:
     """The functions in a pickle, by role; SlurmGPUError unless it is the submitted one and belongs to this user.
 
@@ -221,15 +240,7 @@ def unpack(path: Path, planned: Pickled) -> dict[str, Callable[..., Any] | None]
             f"Python {minor_version()}, use an image with Python {python}, or put the function into a module to be "
             "imported."
         )
-    try:
-        content = read_own(path, max_bytes=2 * pickling.MOST_BYTES)
-    except (FileNotFoundError, PermissionError, UnusableFileError) as error:
-        raise SlurmGPUError(
-            f"{path}, the function of this run, cannot be read: {error.strerror}. Only the user who submitted it can "
-            f"compute it. Map the function again in your own folder."
-        ) from error
-    if hashlib.sha256(content).hexdigest() != planned["sha256"]:
-        raise SlurmGPUError(f"{path} is not the function that the run was submitted with. Map the function again.")
+    content = read_pickle(path, planned)
     file = io.BytesIO(content)
     note_named(str(path))
     try:

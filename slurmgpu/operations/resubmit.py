@@ -125,6 +125,7 @@ def _draft(run: Run, asked: Request, *, writes: bool = True) -> Resubmission:
         again = former.with_rows_of_others(run, again, taken["digest"])
         if not missing and not again.shards:
             raise NothingToSubmitError(f"{run.folder} has every shard, and the current code computed all rows.")
+    _check_functions(run, taken.get("functions", {}), asked.functions)
     spec = InputSpec.from_json(run.input)
     awaited = _awaited(spec)
     check_input(spec, run.index)
@@ -181,18 +182,33 @@ def _refuse_other_python(run: Run, given: Mapping[str, Pickled]) -> None:
 
     `given` are the functions that replace the planned ones, by role.
     """
-    settings = run.plan.settings
-    if run.plan.workload != mapped_function.MAPPED:
-        return
-    planned = settings.get("pickled")
-    pickled = {role: given.get(role, planned) for role in ("function", "load") if settings.get(role) or role in given}
+    pickled = _pickled(run, given)
     for role, each in pickled.items():
-        if each is not None and each["python"] != (here := code_functions.minor_version()):
+        if each["python"] != (here := code_functions.minor_version()):
             raise SlurmGPUError(
                 f"`{role}` of {run.folder} is stored as Python {each['python']} pickled it, and this is Python {here}, "
                 f"which cannot read it. Resubmit from Python {each['python']}, or hand it over again, in Python: "
                 f"slurmgpu.open_run({str(run.folder)!r}).resubmit({', '.join(f'{name}={name}' for name in pickled)})"
             )
+
+
+def _check_functions(run: Run, given: Mapping[str, Pickled], new: Packed | None) -> None:
+    """SlurmGPUError if a function that the run stores is not as it was submitted; `new` ones need not be there yet."""
+    for role, each in _pickled(run, given).items():
+        if new is None or role not in new.roles:
+            code_functions.read_pickle(
+                code_functions.path_of(run.folder, each) if role in given else run.folder / code_functions.PICKLE, each
+            )
+
+
+def _pickled(run: Run, given: Mapping[str, Pickled]) -> dict[str, Pickled]:
+    """The functions by value of a mapped run, by role; `given` are those that replace the planned ones."""
+    settings = run.plan.settings
+    if run.plan.workload != mapped_function.MAPPED:
+        return {}
+    planned = settings.get("pickled")
+    roles = [role for role in ("function", "load") if settings.get(role) or role in given]
+    return {role: each for role in roles if (each := given.get(role, planned)) is not None}
 
 
 def packed(

@@ -360,6 +360,23 @@ def test_none_among_complex_numbers_is_nan():
         np.testing.assert_equal(merged["result"][:], np.array([1 + 2j, np.nan, 2j]))
 
 
+def test_a_run_whose_stored_function_is_gone_or_another_is_refused_before_it_is_queued():
+    def half(item):
+        return 10 / item
+
+    run = slurmgpu.map(half, [2, 0], columns="float64", **IN_PROCESS)
+    stored = run.folder / "function.pkl"
+    stored.write_bytes(stored.read_bytes() + b" ")
+    with pytest.raises(SlurmGPUError, match="is not the function that the run was submitted with"):
+        run.resubmit(failed=True)
+    stored.unlink()
+    with pytest.raises(SlurmGPUError, match=r"function\.pkl, the function of this run, is gone\. Restore the file, or"):
+        run.resubmit(failed=True)
+    assert {line["submission"] for line in run.run.submissions()} == {1}
+    run.resubmit(failed=True, function=lambda item: 10 / (item or 1))
+    assert [row["result"] for row in run.rows()] == [5, 10]
+
+
 def test_failed_items_are_computed_by_a_corrected_function(capsys, caplog):
     def half(item, known):
         return known["ten"] / item
