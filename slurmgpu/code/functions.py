@@ -298,7 +298,7 @@ def _read_in_fresh_process(content: bytes, folder: Path, arguments: Sequence[str
     """The user's modules that unpickling imports; SlurmGPUError if a fresh process cannot unpickle."""
     given = [json.dumps(each) for each in ([str(folder), *sys.path], arguments)]
     command = [sys.executable, "-m", "slurmgpu.code.functions", *given]
-    environ = {**os.environ, "PYTHONPATH": own_python_path(), "PYTHONSAFEPATH": "1"}
+    environ = {**os.environ, **own_python_path(), "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(command, input=content, capture_output=True, env=environ, cwd=folder, timeout=_CHECK_S)
     except subprocess.TimeoutExpired as error:

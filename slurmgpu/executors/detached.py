@@ -54,7 +54,7 @@ class Background:
                     stdin=subprocess.PIPE,
                     stdout=self._errors,
                     stderr=self._errors,
-                    env={**os.environ, "PYTHONPATH": own_python_path()},
+                    env={**os.environ, **own_python_path()},
                     pass_fds=[given],
                     start_new_session=True,
                 )

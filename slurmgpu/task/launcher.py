@@ -101,7 +101,7 @@ class Launcher:
         own = {**OWN_ENVIRON, **as_only_task(), **self.run.plan.environ, **environ}
         if self.container is None:
             # The worker runs the same slurmgpu as this task, wherever that was imported from.
-            return [sys.executable, *inner], {**os.environ, **own, "PYTHONPATH": own_python_path()}
+            return [sys.executable, *inner], {**os.environ, **own, **own_python_path()}
         assert self._prepared is not None, "prepare() comes first"
         return exec_command(
             self.container,

@@ -131,10 +131,12 @@ def _work(folder: Path, mask: Iterable[int]) -> NoReturn:
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     prctl(PR_SET_NAME, NAME)
-    os.environ.update(OWN_ENVIRON, PYTHONPATH=own_python_path())
+    python_path = own_python_path()
+    os.environ.update(OWN_ENVIRON, **python_path)
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the present folder: a platform.py in it is not the standard library's
-    sys.path[:] = [HOME, *(path for path in sys.path if path != HOME)]
+    if python_path:
+        sys.path[:] = [HOME, *(path for path in sys.path if path != HOME)]
     if numpy_random := sys.modules.get("numpy.random"):  # which NumPy imports when it is first used
         numpy_random.seed()  # as in a process of its own; Python's random does so by itself
     for name in [name for name in sys.modules if name.partition(".")[0] in ONLY_OF_TASKS]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import site
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -44,6 +45,15 @@ def check_imports(what_needs: str, modules: Mapping[str, str], to_do: str) -> No
         )
 
 
-def own_python_path() -> str:
-    """The PYTHONPATH with which a child process imports the same slurmgpu as this process."""
-    return os.pathsep.join(part for part in (HOME, os.environ.get("PYTHONPATH")) if part)
+def own_python_path() -> dict[str, str]:
+    """The PYTHONPATH with which a child process imports the same slurmgpu as this process; {} if it does so anyway.
+
+    Where slurmgpu is installed, its folder has all other packages, too. Before the user's PYTHONPATH it would hide the
+    versions that are there.
+    """
+    given = os.environ.get("PYTHONPATH", "")
+    homes = [part for part in given.split(os.pathsep) if part and Path(part, "slurmgpu", "__init__.py").exists()]
+    found = homes[:1] or [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    if HOME in map(os.path.realpath, found):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(part for part in (HOME, given) if part)}

@@ -186,6 +186,38 @@ def test_a_run_is_complete_with_the_declared_dependencies_alone(call, complete, 
     assert run(installed, "-c", code, cwd=call.folder).strip() == str(sum(range(40)))
 
 
+VERSIONS = """
+import greeting
+from slurmgpu import Text
+
+class Versions:
+    columns = {"version": Text()}
+    batch_size = 40
+
+    def __call__(self, items):
+        return [{"version": greeting.VERSION} for item in items]
+"""
+
+
+def test_tasks_import_what_pip_installed_on_pythonpath_before_what_lies_beside_slurmgpu(
+    call, complete, installed, tmp_path
+):
+    [packages] = installed.parent.parent.glob("lib/python*/site-packages")
+    for folder, version in ((packages, "1.0"), (tmp_path, "2.0")):
+        about = folder / f"greeting-{version}.dist-info"
+        for made in (about, folder / "greeting"):
+            made.mkdir()
+        (folder / "greeting" / "__init__.py").write_text(f"VERSION = '{version}'\n")
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: greeting\nVersion: {version}\n")
+        (about / "RECORD").write_text("greeting/__init__.py,,\n")
+    (call.folder / "versions.py").write_text(VERSIONS)
+    (call.folder / "versions.toml").write_text('input = "items.jsonl"\n[workload]\nuse = "versions.py:Versions"\n')
+    on = ("--executor", "local", "--gpus", "0", "--run-dir", tmp_path / "run")
+    call("submit", "versions.toml", *on, PYTHONPATH=str(tmp_path))
+    code = "import slurmgpu; print(*{*slurmgpu.open('run/merged.h5')['version'][:]})"
+    assert run(installed, "-c", code, cwd=tmp_path).strip() == "2.0"
+
+
 def test_without_the_extra_a_page_is_refused_in_a_sentence(call, complete):
     assert "pip install 'slurmgpu[html]'" in call("report", complete, "--html", "page.html", expect=2)
 

@@ -64,7 +64,7 @@ def _of_process(folder: Path, *asked: Any) -> OwnParameters | str:
     question.write_text(json.dumps(asked), encoding="utf-8")
     code = f"from {__name__} import main; main()"
     command = [sys.executable, "-c", code, str(question), str(answer)]
-    environ = {**os.environ, "PYTHONPATH": own_python_path(), "CUDA_VISIBLE_DEVICES": ""}
+    environ = {**os.environ, **own_python_path(), "CUDA_VISIBLE_DEVICES": ""}
     with printed.open("wb") as file:  # not a pipe: processes started by the class would keep it open
         started = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
