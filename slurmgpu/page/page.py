@@ -33,7 +33,7 @@ from slurmgpu.report.origin import origin_in_words, origin_of
 from slurmgpu.report.report_file import Report, every_item_failed, faults_of
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
-from slurmgpu.util.amounts import LEAST_PER_S, count_of, duration, rate_of
+from slurmgpu.util.amounts import LEAST_PER_S, count_of, duration, rate_of, three_digits
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def _usage(run: Run, report: Report, spans: Sequence[AttemptSpan], clock: Clock,
     for quantity in usage.known(sorted(sizes)):
         values = usage.of(quantity)
         sentence = f"{quantity.title} in {quantity.unit} of {count_of(len(set(usage.owners)), 'task')} over time, "
-        sentence += f"mean {float(values[values == values].mean()):.3g}."
+        sentence += f"mean {three_digits(float(values[values == values].mean()))}."
         svg = picture(f"usage-{quantity.key}", sentence, partial(draw_usage, usage, quantity, list(chosen), clock))
         title = f"{quantity.title}, {quantity.unit}{'; dashed: what a GPU has' if quantity.sizes else ''}"
         svg = re.sub(r'class="task (t-0)"', r'class="task \1 shown"', svg)  # the first task is selected

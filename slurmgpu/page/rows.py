@@ -32,6 +32,8 @@ MAX_COLUMNS = 20
 """The most columns that the page describes."""
 N_EXAMPLES = 6
 VALUE_CHARACTERS = 300
+MOST_WHOLE = 1e9
+"""Below this, no number has an exponent: lengths and counts are numbers, too."""
 WIDTH, HEIGHT = 180, 30
 
 
@@ -127,8 +129,14 @@ def _described(
 
 
 def _in_words(spread: Spread) -> str:
-    least, median, largest = (f"{value:.4g}" for value in (spread.least, spread.median, spread.largest))
+    least, median, largest = map(_number, (spread.least, spread.median, spread.largest))
     return f"always {least}" if least == largest else f"{least} to {largest}, median {median}"
+
+
+def _number(value: float) -> str:
+    """A number to four digits, or with all those before its point unless there are many."""
+    is_whole = value.is_integer() or abs(value) >= 9999.5
+    return f"{value:,.0f}" if is_whole and abs(value) < MOST_WHOLE else f"{value:.4g}"
 
 
 def _histogram(spread: Spread) -> Figure:

@@ -37,7 +37,7 @@ from slurmgpu.search.excerpts import (
     pick,
     workers_of,
 )
-from slurmgpu.util.amounts import span_of, stretch_of
+from slurmgpu.util.amounts import span_of, stretch_of, three_digits
 from slurmgpu.util.item_ranges import ranges_said
 from slurmgpu.util.shared_files import exists
 
@@ -226,7 +226,7 @@ class _Search:
     def _fine(self, record: Record | None, entry: list[Any], excerpt: Excerpt | None) -> Story:
         who = f"{self.which} is published"
         if record is not None:
-            who = f"attempt {record['attempt']} computed {self.which}{_on(record)} in {entry[2]:.3g} s"
+            who = f"attempt {record['attempt']} computed {self.which}{_on(record)} in {three_digits(entry[2])} s"
         return self._tell("ok", f"Item {self.index} has its row: {who}", None, "", excerpt)
 
     def _missing(self) -> Story:

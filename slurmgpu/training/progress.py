@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from slurmgpu.training.batches import Position
 from slurmgpu.training.learning_curve import LearningCurve
 from slurmgpu.training.ranks import Place
+from slurmgpu.util.amounts import rate_of
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class ProgressReporter:
         seconds = time.monotonic() - self._since
         if self._place.is_rank_zero and seconds >= REPORT_S:
             rate = (self._progress.samples - self._samples) / seconds
-            self._place.tell(f"{self._progress.tell(self._n_epochs)}{self._loss()}, {rate:,.4g} samples/s")
+            self._place.tell(f"{self._progress.tell(self._n_epochs)}{self._loss()}, {rate_of(rate)} samples/s")
             self.restart_clock()
 
     def restart_clock(self) -> None:

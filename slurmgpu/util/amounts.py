@@ -88,6 +88,11 @@ def digits(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.12g}"
 
 
+def three_digits(value: float) -> str:
+    """A number to three digits, or all those before its point."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 def rate_of(rate: float) -> str:
     """Items per second, with about three digits, and at least two."""
     if 0 < rate < 0.01:
@@ -105,15 +110,15 @@ def size_of(size: int) -> str:
     value = float(size)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.5:  # what is rounded to 1000 is 1 of the next unit
-            return f"{value:.3g} {unit}"
+            return f"{three_digits(value)} {unit}"
         value /= 1000
-    return f"{value:,.0f} TB" if value >= 999.5 else f"{value:.3g} TB"
+    return f"{three_digits(value)} TB"
 
 
 def slurm_size(size_bytes: int) -> str:
     """A number of bytes to three digits as Slurm counts memory, for comparisons with `mem`: "15.5G" of 1024³ bytes."""
     value, unit = (size_bytes / 1024**3, "G") if size_bytes >= 1024**3 else (size_bytes / 1024**2, "M")
-    return f"{value:.3g}{unit}" if value < 1000 else f"{value:.0f}{unit}"
+    return f"{value:.3g}{unit}" if value < 999.5 else f"{value:.0f}{unit}"
 
 
 def gb(size_bytes: float) -> str:

@@ -143,6 +143,12 @@ def test_odd_numbers_have_a_distribution_or_none(tmp_path, values):
     assert rows_of(made, {"not_finite": None}).columns[0].picture is None or finite
 
 
+def test_numbers_of_a_range_have_no_exponent_unless_they_are_huge():
+    words = rows._in_words(distributions.Spread(-0.00123456, 21_000.6, 123_456.0, (), ()))
+    assert words == "-0.001235 to 123,456, median 21,001"
+    assert rows._in_words(distributions.Spread(2.0, 2.5, 1e300, (), ())) == "2 to 1e+300, median 2.5"
+
+
 def test_a_bin_counts_the_values_between_its_edges():
     found = distributions._spread(np.arange(25.0))
     assert (found.counts, found.edges) == ([1] * 23 + [2], list(range(25)))

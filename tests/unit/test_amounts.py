@@ -5,7 +5,7 @@ import pytest
 from slurmgpu.report.pace import Pace
 from slurmgpu.report.state_words import pace_words, part_of
 from slurmgpu.report.summaries import summary_of
-from slurmgpu.util.amounts import rate_of, share_of, size_of
+from slurmgpu.util.amounts import rate_of, share_of, size_of, slurm_size, three_digits
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,8 @@ def test_a_rate_has_digits_however_slow_it_is(rate, text):
 @pytest.mark.parametrize(("size", "text"), [(999, "999 B"), (999_499, "999 kB"), (999_600, "1 MB"), (1e15, "1,000 TB")])
 def test_a_size_is_never_written_with_an_exponent(size, text):
     assert size_of(int(size)) == text
+    assert slurm_size(int(999.6 * 1024**3)) == "1000G"
+    assert (three_digits(0.1234), three_digits(1235.6)) == ("0.123", "1,236")
 
 
 def test_items_that_take_hours_have_a_rate():
