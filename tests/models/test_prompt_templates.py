@@ -160,6 +160,12 @@ def test_examples_may_be_a_list_of_json(nothing):
     assert shots(found, "9") == [*"123456"]
 
 
+def test_examples_may_be_csv(nothing):
+    lines = 'q,a,more\r\n1,A1,\r\n"2, or\ntwo","A ""2""",x\r\n\r\n'
+    found = Generate(model=nothing, fewshot=lines, **SHOWN).prompts.of({"q": "9"}).shots
+    assert [asked for asked, _ in found] == ["Q1", "Q2, or\ntwo"]
+
+
 def test_examples_are_turns_of_a_chat_or_texts_before_the_prompt(tmp_path):
     chat = "{% for m in messages %}[{{ m.role[0] }}:{{ m.content }}]{% endfor %}"
     prompt = Prompt("Q3", system="S", shots=(("Q1", " A1"), ("Q2", " A2")), between="\n")
@@ -179,6 +185,9 @@ def test_examples_are_turns_of_a_chat_or_texts_before_the_prompt(tmp_path):
         ({"fewshot": [], "target": "{a}"}, "fewshot has no examples; expected at least one."),
         ({"fewshot": EXAMPLES, "target": "{a}", "num_fewshot": 7}, "num_fewshot is 7, and fewshot has 6 examples"),
         ({"fewshot": '{"q": 1}\n{', "target": "{a}"}, "fewshot: line 2 is '{', which is not JSON"),
+        ({"fewshot": "q,a\n1,2,3\n", "target": "{a}"}, "fewshot: record 1 has 3 fields, and the first line has 2"),
+        ({"fewshot": 'q,a\n1,"2\n', "target": "{a}"}, "fewshot is neither JSON nor CSV (unexpected end of data)"),
+        ({"fewshot": "q,a\n", "target": "{a}"}, "fewshot: line 1 is 'q,a', which is not JSON"),
         ({"fewshot": "[" * 100_000, "target": "{a}"}, "fewshot begins with [ and is not JSON"),
         ({"fewshot": '[{"q": 1}, 3]', "target": "{a}"}, "fewshot: element 2 is 3; expected the fields of an example"),
         ({"fewshot": "[]", "target": "{a}"}, "fewshot has no examples; expected at least one."),

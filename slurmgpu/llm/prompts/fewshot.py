@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +11,16 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.interface.sampling import mix
+from slurmgpu.util.amounts import count_of
 
 MOST_BYTES = 1 << 20
 """The largest size of the examples, which are stored in the plan."""
+
+
+_EXPECTED = (
+    'a list of examples, an example in each line, as in "file:examples.jsonl", or CSV with their fields in its first '
+    "line."
+)
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,11 @@ def _read(text: str) -> tuple[Mapping[str, Any], ...]:
             f"fewshot has {len(text):,} characters, which are stored in the plan; expected at most {MOST_BYTES:,}. Use "
             f"fewer examples."
         )
-    if text.lstrip().startswith("["):
+    first = text.lstrip()
+    if first.startswith("["):
         return _of_list(text)
+    if "\n" in first.rstrip() and not first.startswith("{") and not _is_json(first.partition("\n")[0]):
+        return _of_csv(first)
     found: list[Mapping[str, Any]] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -75,8 +87,7 @@ def _read(text: str) -> tuple[Mapping[str, Any], ...]:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise SlurmGPUError(
-                f"fewshot: line {number} is {line!r:.60}, which is not JSON ({error}); expected a list of "
-                f'examples, or an example in each line, as in "file:examples.jsonl".'
+                f"fewshot: line {number} is {line!r:.60}, which is not JSON ({error}); expected {_EXPECTED}"
             ) from error
         if not isinstance(value, dict):
             raise SlurmGPUError(
@@ -84,6 +95,28 @@ def _read(text: str) -> tuple[Mapping[str, Any], ...]:
             )
         found.append(value)
     return tuple(found)
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _of_csv(text: str) -> tuple[Mapping[str, Any], ...]:
+    try:
+        header, *records = [record for record in csv.reader(io.StringIO(text, newline=""), strict=True) if record]
+    except csv.Error as error:
+        raise SlurmGPUError(f"fewshot is neither JSON nor CSV ({error}); expected {_EXPECTED}") from error
+    for number, record in enumerate(records, 1):
+        if len(record) != len(header):
+            raise SlurmGPUError(
+                f"fewshot: record {number} has {count_of(len(record), 'field')}, and the first line has {len(header)}; "
+                f"expected {_EXPECTED}"
+            )
+    return tuple(dict(zip(header, record, strict=True)) for record in records)
 
 
 def _of_list(text: str) -> tuple[Mapping[str, Any], ...]:
