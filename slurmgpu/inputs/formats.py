@@ -67,6 +67,11 @@ Find = Callable[[int, int], tuple[int, int, int]]
 """Maps items start..stop-1 of a file to an indexed item at or before `start`, its offset, and the end of reading."""
 
 
+def changed_error(found: str) -> SlurmGPUError:
+    """The error for an input that is not the one that was planned; `found` begins with the file."""
+    return SlurmGPUError(f"The input has changed since the run was planned: {found}. {ADVICE}")
+
+
 class Rows(Protocol):
     """The items of an open file."""
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.compression import decompressing
-from slurmgpu.inputs.formats import ADVICE, CHUNK_BYTES, Find, Format, Preview, Rows, refuse_doubled
+from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows, changed_error, refuse_doubled
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.records import RecordFinder, split
 
@@ -285,10 +285,7 @@ class LineRows:
             block = split(data, quoting=self._source.format.quoting)
             # Attributes from a cache may hide that the file was cut, and a part of a text is a text.
             if len(block) < stop - first or len(data) < end - begin:
-                raise SlurmGPUError(
-                    f"The input has changed since the run was planned: {self._source.path} lacks items behind byte "
-                    f"{begin}. {ADVICE}"
-                )
+                raise changed_error(f"{self._source.path} lacks items behind byte {begin}")
             is_kept = 2 * (stop - start) <= len(block)
             self._place, self._block = ((begin, end), block) if is_kept else (None, [])
         return [

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs.formats import ADVICE, Rows, named
+from slurmgpu.inputs.formats import Rows, changed_error, named
 from slurmgpu.inputs.index import Index
 from slurmgpu.inputs.lines import Lines
 from slurmgpu.inputs.repack import RepackedLines, hash_file
@@ -170,13 +170,10 @@ class _Planned:
             if status.st_size == file.size_bytes and self._is_alike(file, status.st_mtime_ns):
                 return
         except OSError as error:
-            raise SlurmGPUError(
-                f"The input has changed since the run was planned: {file.path} cannot be read ({error.strerror}). "
-                f"{ADVICE}"
-            ) from error
-        raise SlurmGPUError(
-            f"The input has changed since the run was planned: {file.path} had {file.size_bytes} bytes, written "
-            f"{_time(file.mtime_ns)}; it has {status.st_size}, written {_time(status.st_mtime_ns)}. {ADVICE}"
+            raise changed_error(f"{file.path} cannot be read ({error.strerror})") from error
+        raise changed_error(
+            f"{file.path} had {file.size_bytes} bytes, written {_time(file.mtime_ns)}; it has {status.st_size}, "
+            f"written {_time(status.st_mtime_ns)}"
         )
 
     def _is_alike(self, file: InputFile, mtime_ns: int) -> bool:

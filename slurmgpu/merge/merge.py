@@ -149,7 +149,7 @@ def _former_summary(run: Run, report: Report) -> Mapping[str, Any] | None:
     if former is None or any(former[name] != report[name] for name in names):
         return None
     its, now = ([(each["digest"], each["items"]) for each in of["code"]] for of in (former, report))
-    if its != now:  # other code has computed rows anew
+    if its != now:  # other code has computed rows again
         return None
     found = former["summary"]
     if not found or found.keys() == {"error"}:

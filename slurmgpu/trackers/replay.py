@@ -232,7 +232,7 @@ class Replay:
             self._closed_early.add(of_this[0])
         tracker: Tracker = TRACKERS.make(destination.tracker)
         last = tracker.open(destination.where, self._tracked(item))
-        # One that has been closed may not tell yet what it has. One without any step begins anew: wandb offline.
+        # One that has been closed may not tell yet what it has. One without any step begins again: wandb offline.
         former, _ = self._sent.get((destination, item), (-1, 0))
         self._open[destination, item] = found = _Open(tracker, max(last, former) if last >= 0 else -1)
         return found
