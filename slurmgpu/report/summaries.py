@@ -10,6 +10,8 @@ from typing import Any
 
 PERCENT = ("accuracy", "_rate", "_share", "accuracy_interval", "rate_interval")
 """Endings of keys whose values up to 1 are shares, shown in percent."""
+NO_SHARES = ("learning_rate", "decay_rate")
+"""Endings of keys, of settings in a ranking, whose values are no shares."""
 LEAST_SHOWN = 1e-9
 """A share that is nearer to 0 or 1 is that, but for rounding errors."""
 NO_NAME = "(none)"
@@ -109,7 +111,7 @@ def _text(name: str, value: Any) -> str:
         return " – ".join(_text(name, each) for each in value)
     if isinstance(value, Mapping):
         return json.dumps(value, ensure_ascii=False)
-    if name.endswith(PERCENT) and abs(value) <= 1:  # a frame rate is no share
+    if name.endswith(PERCENT) and not name.endswith(NO_SHARES) and abs(value) <= 1:  # a frame rate is no share
         return _percent(value)
     if isinstance(value, int):
         return f"{value:,}"

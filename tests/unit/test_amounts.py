@@ -57,3 +57,9 @@ def test_a_shard_in_hand_is_at_100_percent_when_all_its_items_are_done(done, tot
 def test_a_share_of_a_summary_is_0_or_100_percent_only_if_it_is_all_or_nothing(value, text):
     [shown] = summary_of({"accuracy": value}, 10, 10).values
     assert shown.text == text
+
+
+def test_a_learning_rate_of_a_ranking_is_no_share():
+    ranking = {str(number): {"val_accuracy": 0.5, "learning_rate": rate} for number, rate in enumerate((3e-4, 0.5))}
+    [shown] = summary_of({"ranking": ranking}, 10, 10).tables
+    assert shown.rows == [["0", "50.0%", "0.0003"], ["1", "50.0%", "0.500"]]
