@@ -200,10 +200,12 @@ def test_the_reference_lists_every_setting_of_a_workload_with_its_default(name):
     parameters = inspect.signature(getattr(importlib.import_module(module), class_name)).parameters
     own = {key: parameter for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert listed(LANGUAGE_MODELS, name) == own.keys()
-    for key, _, shown, *_ in rows(LANGUAGE_MODELS, name):
-        default = own[key.strip("`")].default
-        required = default is inspect.Parameter.empty
-        assert shown.strip("`") == ("required" if required else "–" if default is None else json.dumps(default)), key
+    for keys, _, shown, *_ in rows(LANGUAGE_MODELS, name):
+        for key in re.findall(r"`(\w+)`", keys):
+            default = own[key].default
+            required = default is inspect.Parameter.empty
+            expected = "required" if required else "–" if default is None else json.dumps(default)
+            assert shown.strip("`") == expected, key
 
 
 def test_the_reference_lists_every_setting_of_tracin_with_its_default():
