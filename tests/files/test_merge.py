@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def check_one_truth(run):
     head, report = read_merged_head(run.merged), read_report(run)
     n_rows = 0 if head is None else head.n_rows
     assert report["n_rows"] == n_rows == (len(merged_rows(run)) if head else 0)
+    assert head is None or head.n_errors == report["n_errors"]
     assert report["n_missing_items"] == N_ITEMS - n_rows
     whole = n_rows == N_ITEMS
     assert (report["complete"], read_status(run)["complete"], is_complete(run)) == (whole,) * 3
@@ -1063,21 +1065,31 @@ def test_makers_that_make_no_sense_cost_their_shard_at_most(run, made_by):
 def test_a_copy_that_fails_leaves_no_thread_at_work_on_a_closed_file(run, monkeypatch):
     publish_all(run)
     monkeypatch.setattr(sources, "_KEPT_BYTES", 0)
-    after, real = [], merged_file.MergedFile._copy_chunk
+    monkeypatch.setattr(sources, "_SMALL_BYTES", 4096)  # smaller than any, so that threads copy them
+    after, has_begun, is_waited_for = [], threading.Event(), threading.Event()
+    real, real_wait = merged_file.MergedFile._copy_chunk, merged_file.wait
 
     def copy_chunk(self, parts):
         if parts[0].source.shard == 0:
+            assert has_begun.wait(60)
             raise OSError(errno.ENOSPC, "full")
+        has_begun.set()
+        is_waited_for.wait(1)
         try:
             os.fstat(self._fd)
         except OSError:
             after.append(parts)
         return real(self, parts)
 
+    def wait(futures):
+        is_waited_for.set()
+        return real_wait(futures)
+
     monkeypatch.setattr(merged_file.MergedFile, "_copy_chunk", copy_chunk)
+    monkeypatch.setattr(merged_file, "wait", wait)
     with pytest.raises(OSError, match="full"):
         merge(run)
-    assert after == []
+    assert (is_waited_for.is_set(), after) == (True, [])
 
 
 @pytest.mark.parametrize(
