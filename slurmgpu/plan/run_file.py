@@ -311,6 +311,8 @@ def _first_problem(error: ValidationError, model: type[BaseModel] | None = None)
     if problem["type"] == "missing":
         return f"{place} is missing."
     text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if problem["type"] in ("model_type", "dict_type"):
+        text = f"should be a table, [{'.'.join(path)}] with its keys in lines of their own"
     if isinstance(getattr(problem.get("ctx", {}).get("error"), "__cause__", None), CredentialError):
         return f"{place}: {text}."
     return f"{place}: {text}; found {problem['input']!r}.".removeprefix(": ")

@@ -483,6 +483,21 @@ def test_a_field_that_none_of_the_first_json_objects_has_is_refused(project, ite
         assert said.replace("'question'", "'questiom'") in refused(folder)
 
 
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ('workload = "workloads.py:Lengths"', "workload"),
+        ('resources = 4\n[workload]\nuse = "workloads.py:Lengths"', "resources"),
+        ('slurm = "gpu"\n[workload]\nuse = "workloads.py:Lengths"', "slurm"),
+        ('[[settings]]\n[workload]\nuse = "workloads.py:Lengths"', "settings"),
+    ],
+)
+def test_a_value_in_place_of_a_table_is_told_of_the_table(project, written, named):
+    folder = project()
+    (folder / "slurmgpu.toml").write_text(f'input = "items.jsonl"\n{written}\n')
+    assert f"slurmgpu.toml: {named}: should be a table, [{named}] with its keys" in refused(folder)
+
+
 def test_a_run_file_that_is_missing_or_no_toml_is_refused(tmp_path, project):
     with pytest.raises(SlurmGPUError, match="slurmgpu init"), draft_run(tmp_path / "none.toml"):
         pass
