@@ -46,9 +46,10 @@ def fewer_tasks(submission: Submission, plan: Plan, n_shards: int) -> list[str]:
         there = "1 shard, so there is 1 task" if n_shards == 1 else f"{n_shards:,} shards, so there are as many tasks"
     found = f"{asked.n_tasks} tasks{gpus} were asked for; the run has {there}, one for each."
     size = -(-plan.n_items // asked.n_tasks)
-    if plan.extends or size >= plan.shard_items:  # an extended run has the shards of the former one
+    n_made = -(-plan.n_items // size)
+    if plan.extends or n_made <= n_shards:  # an extended run has the shards of the former one
         return [found]
-    makes = f"shard_items = {size} makes {count_of(-(-plan.n_items // size), 'shard')}"
+    makes = f"shard_items = {size} makes {count_of(n_made, 'shard')}"
     smaller = f", with batches of {count_of(size, 'item')} instead of {min(plan.batch_size, plan.n_items)}"
     return [f"{found} {makes}{smaller if size < plan.batch_size else ''}."]
 

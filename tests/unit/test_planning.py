@@ -333,6 +333,18 @@ def test_a_batch_is_no_larger_than_a_shard(project, shard_items, batch_size):
             {"gpus": 0, "tasks": 4},
             "4 tasks were asked for; the run has 3 shards, so there are as many tasks, one for each.",
         ),
+        (
+            1,
+            {"batch_size": 2},
+            {"gpus": 0, "tasks": 2},
+            "2 tasks were asked for; the run has 1 shard, so there is 1 task, one for each.",
+        ),
+        (
+            5,
+            {"shard_items": 2, "batch_size": 2},
+            {"gpus": 0, "tasks": 4},
+            "4 tasks were asked for; the run has 3 shards, so there are as many tasks, one for each.",
+        ),
         (100, {"batch_size": 128}, {"gpus": 0, "tasks": 4}, None),
         (100, {"shard_items": 10, "batch_size": 10}, {"gpus": 0, "tasks": 10}, None),
     ],
