@@ -125,13 +125,18 @@ def ledger(attempts: Sequence[Charged]) -> Ledger:
 
 
 def in_words(ledger: Ledger) -> Amounts:
-    """A ledger as texts: in hours, or in minutes or seconds for a short run."""
+    """A ledger as texts: in hours, or in minutes or seconds for a short run. Amounts and shares add up."""
     word, factor = unit_of(ledger["allocated"])
-    names: tuple[_Amount, ...] = ("allocated", *KINDS)
+    amounts = {kind: ledger[kind] for kind in KINDS}
+    hundredths = round(100 * factor * ledger["allocated"])
+    texts: dict[_Amount, str] = {
+        kind: f"{count / 100:,.2f}" for kind, count in _apportioned(amounts, hundredths).items()
+    }
+    shares = {kind: f"{tenths / 10:.1f}%" for kind, tenths in _apportioned(amounts, 1000).items()}
     return Amounts(
         unit=ledger["unit"].replace("hours", word),
-        texts={name: f"{factor * ledger[name]:,.2f}" for name in names},
-        shares=_shares({kind: ledger[kind] for kind in KINDS}),
+        texts=texts | {"allocated": f"{hundredths / 100:,.2f}"},
+        shares=shares if any(amounts.values()) else dict.fromkeys(amounts, "–"),
     )
 
 
@@ -145,17 +150,15 @@ def energy_in_words(kwh: float) -> tuple[str, str]:
     return (f"{kwh:,.2f}", "kWh") if kwh >= 1 else (f"{1000 * kwh:,.2f}", "Wh")
 
 
-def _shares(amounts: Mapping[Kind, float]) -> dict[Kind, str]:
-    """The share of each, in percent; they add up to 100.0%."""
+def _apportioned(amounts: Mapping[Kind, float], n: int) -> dict[Kind, int]:
+    """Whole numbers in proportion to the amounts, which add up to `n`: those with the largest remainders are raised."""
     total = sum(amounts.values())
-    if not total:
-        return dict.fromkeys(amounts, "–")
-    exact = {name: 1000 * amount / total for name, amount in amounts.items()}
+    exact = {name: n * amount / total if total else 0.0 for name, amount in amounts.items()}
     whole = {name: int(share) for name, share in exact.items()}
-    n_short = 1000 - sum(whole.values())
+    n_short = n - sum(whole.values()) if total else 0
     for name in sorted(exact, key=lambda name: whole[name] - exact[name])[:n_short]:
         whole[name] += 1
-    return {name: f"{share / 10:.1f}%" for name, share in whole.items()}
+    return whole
 
 
 def _computed(record: BriefRecord, counts: Counting) -> dict[Kind, int]:

@@ -126,13 +126,15 @@ def hours(*amounts):
     return {"unit": "GPU-hours", "allocated": sum(amounts.values()), **amounts}
 
 
-def test_the_shares_of_a_ledger_add_up_to_all_of_it():
+def test_the_shares_of_a_ledger_and_its_amounts_add_up_to_all_of_it():
     shares = in_words(hours(2.0, 2.0, 0.0, 2.0, 0.0, 0.0)).shares
     assert shares == dict(zip(KINDS, ("33.4%", "33.3%", "0.0%", "33.3%", "0.0%", "0.0%"), strict=True))
     rng = random.Random(1)
     for _ in range(100):
-        found = in_words(hours(*(rng.random() ** 9 for _ in KINDS))).shares
-        assert sum(round(10 * float(share.rstrip("%"))) for share in found.values()) == 1000
+        shown = in_words(hours(*(rng.random() ** 9 for _ in KINDS)))
+        assert sum(round(10 * float(share.rstrip("%"))) for share in shown.shares.values()) == 1000
+        hundredths = {name: round(100 * float(text.replace(",", ""))) for name, text in shown.texts.items()}
+        assert hundredths.pop("allocated") == sum(hundredths.values())
     assert set(in_words(hours(0, 0, 0, 0, 0, 0)).shares.values()) == {"–"}
 
 
