@@ -420,6 +420,7 @@ def of_partition_and_job(partitions, jobs, *associations):
             {"GrpJobs of ada in account lab", "GrpJobs of account lab"},
         ),
         ({}, {}, ({**USERS, "MaxJobs": "3"}, {**USERS, "Partition": "gpu", "MaxJobs": "8"}), set()),
+        ({}, {}, ({**USERS, "MaxJobs": "3"}, {**LAB, "MaxJobs": "2"}), {"MaxJobs of ada in account lab"}),
         ({}, {}, ({**LAB, "GrpJobs": "7", "ParentName": "lab"},), {"GrpJobs of account lab"}),
     ],
 )
@@ -455,6 +456,48 @@ def test_a_qos_may_free_its_jobs_of_the_partitions_walltime():
     assert found["MaxWall of QOS long"] == ""
     assert "MaxTime of partition gpu" not in found
     assert what_happens(asked, of_partition_and_job(free, {}))["MaxTime of partition gpu"].startswith("pends for ever")
+
+
+def test_a_qos_over_that_of_the_partition_may_free_its_jobs_as_well():
+    free = {"Flags": "OverPartQOS,PartitionTimeLimit"}
+    assert "MaxTime of partition gpu" not in what_happens(submission(qos="long"), of_partition_and_job({}, free))
+
+
+@pytest.mark.parametrize(("default", "holds"), [("long", "long"), ("", "normal")])
+def test_jobs_that_ask_for_no_qos_have_the_users_default_or_normal(default, holds):
+    known = cluster_of(association={**USERS, "DefaultQOS": default})
+    known.qos = {name: {**QOS, "Name": name, "MaxJobsPerUser": "3"} for name in ("long", "normal")}
+    assert [name for name in what_happens(submission(), known) if "QOS" in name] == [f"MaxJobsPerUser of QOS {holds}"]
+
+
+@pytest.mark.parametrize(
+    ("partition", "qos", "walltime_s"),
+    [
+        ({}, {"MaxJobsPerUser": "4"}, 7200),
+        ({"DefaultTime": "00:30:00"}, {}, 1800),
+        ({"DefaultTime": "00:30:00"}, {"MaxWall": "00:10:00"}, 1800),
+        ({}, {"MaxWall": "01:00:00"}, 3600),
+        ({"MaxTime": "UNLIMITED"}, {"MaxWall": "01:00:00"}, 3600),
+    ],
+)
+def test_a_walltime_that_is_not_asked_for_is_the_default_or_the_longest(partition, qos, walltime_s):
+    known = cluster_of({**PARTITION, **partition}, qos={**qos, "MaxTRESMins": f"gres/gpu={walltime_s // 60 - 1}"})
+    limits, found = limits_of(submission(), known)
+    assert found == walltime_s
+    assert [limit.then for limit in limits if "MaxTRESMins" in limit.limit] == [
+        "pends for ever (QOSMaxGRESMinutesPerJob)"
+    ]
+
+
+@pytest.mark.parametrize(("gpus", "then"), [(4, ""), (8, ""), (9, "sbatch refuses it: no node has 9")])
+def test_of_unlike_nodes_the_one_with_most_gpus_counts(gpus, then):
+    assert what_happens(submission(gpus=gpus), cluster_of(gpus=(8, 4)))["GPUs of a node of partition gpu"] == then
+    assert what_happens(submission(gpus=gpus), cluster_of(gpus=(4, 8)))["GPUs of a node of partition gpu"] == then
+
+
+@pytest.mark.parametrize(("n_tasks", "then"), [(2, ""), (3, WHOLE_NODES)])
+def test_as_many_tasks_as_whole_nodes_are_not_said_to_pend(n_tasks, then):
+    assert what_happens(submission(n_tasks=n_tasks), cluster_of(WHOLE))["nodes of partition gpu"] == then
 
 
 def test_accounts_are_asked_for_upwards_on_this_cluster_alone(monkeypatch):
@@ -670,7 +713,7 @@ NO_MEMORY = "sbatch refuses it: no node has so much"
         ({}, {}, {}),
         ({"mem": 0}, {}, {}),
         ({"mem": "100G"}, {}, {MEMORY: ("100,000 MB", "102,400 MB", NO_MEMORY)}),
-        ({"mem": "1000"}, {}, {MEMORY: ("100,000 MB", "1,000 MB", "")}),
+        ({"mem": "100000"}, {}, {MEMORY: ("100,000 MB", "100,000 MB", "")}),
         ({"mem": "40000"}, {"tasks_per_node": 3}, {MEMORY: ("100,000 MB", "120,000 MB", NO_MEMORY)}),
         ({"mem_per_gpu": "30000", "gpus": 4}, {}, {MEMORY: ("100,000 MB", "120,000 MB", NO_MEMORY)}),
         ({"mem_per_gpu": "30000", "gpus": 4}, {"nodes_per_task": 2}, {MEMORY: ("100,000 MB", "60,000 MB", "")}),
@@ -684,8 +727,9 @@ NO_MEMORY = "sbatch refuses it: no node has so much"
     ],
 )
 def test_cpus_and_memory_that_no_node_has_are_told(given, shape, expected):
-    """The third node has more of both, and no GPU."""
+    """The third node has more of both, and no GPU; the fourth has less."""
     known = cluster_of(size=(64, 100_000, 1))
+    known.nodes["gpu"].append(Node({"a100": 4}, 32, 50_000))
     known.nodes["gpu"].append(Node({}, 128, 900_000))
     limits, _ = limits_of(replace(submission(**given), **shape), known)
     assert {
