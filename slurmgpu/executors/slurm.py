@@ -26,6 +26,7 @@ from slurmgpu.run.owners import LEFT_ALONE, refuse_other_users, why_forgeable
 from slurmgpu.run.submissions import ENDS, JOB_KEYS, Submission, SubmissionLine
 from slurmgpu.slurm import accounting, commands, queue
 from slurmgpu.util.amounts import count_of
+from slurmgpu.util.users import name_in_words
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
@@ -205,9 +206,17 @@ class Slurm(Executor):
 
         By submission, not by id: behind MaxJobId ids begin again.
         """
-        merge_jobs = [line.get("merge_job") for line in other.submissions()]
-        jobs = [job for job in queue.jobs_of(other) if job.is_merge or job.array_job in merge_jobs]
+        lines = other.submissions()
+        merge_jobs = [line.get("merge_job") for line in lines]
+        jobs = [job for job in queue.jobs_of(other, _queue(lines)) if job.is_merge or job.array_job in merge_jobs]
         if not jobs:
+            for line in lines:
+                if line["state"] not in ENDS and (uid := line.get("uid", os.getuid())) != os.getuid():
+                    name = name_in_words(uid)
+                    raise SlurmGPUError(
+                        f"{other.folder} is incomplete, and Slurm shows no job of {name} that will complete it. If it "
+                        f"hides others' jobs, wait for that run's end; otherwise {name} resubmits it."
+                    )
             raise SlurmGPUError(
                 f"{other.folder} is incomplete, and Slurm has no job that will complete it. "
                 f"Type `slurmgpu resubmit {other.typed}` first."

@@ -336,6 +336,16 @@ def test_where_slurm_hides_jobs_of_others_their_run_is_neither_at_rest_nor_cance
     assert live_tasks.cancel(run) == ""
 
 
+def test_a_run_may_wait_for_the_merge_of_another_users_run(run, monkeypatch):
+    queued_on(run, monkeypatch, cluster="here", uid=4242, merge_job="8")
+    merge = queue.QueuedJob("8", "PENDING", "Dependency", "slurmgpu-merge:run", "/", f"{run.logs}/8_submission.sh")
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): [merge] if 4242 in and_of else [])
+    assert Slurm().jobs_completing(run) == ("8",)
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): [])  # as PrivateData of slurm.conf has it
+    with pytest.raises(SlurmGPUError, match="shows no job of the user with the number 4242"):
+        Slurm().jobs_completing(run)
+
+
 def job_of(run, number, name="slurmgpu:run", folder=None):
     """A job in the queue, with its script in a folder, by default that of the run's logs."""
     return queue.QueuedJob(number, "RUNNING", "None", name, "/", f"{folder or run.logs}/submission_file_7.sh")

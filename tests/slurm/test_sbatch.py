@@ -370,7 +370,9 @@ def test_a_run_that_is_queued_while_the_one_before_is_resubmitted_waits_for_the_
 
 def test_a_run_that_is_queued_stays_so_if_what_it_waits_for_cannot_be_asked_again(tmp_path, monkeypatch, caplog):
     first, second = (pretend_run(tmp_path / name, 300.0) for name in ("first", "second"))
-    monkeypatch.setattr(queue, "own_jobs", list)  # the other run's merge is over, and here its file is not seen yet
+    monkeypatch.setattr(
+        queue, "own_jobs", lambda and_of=(): []
+    )  # the other run's merge is over, and here its file is not seen yet
     Slurm().wait_for(second, [first])
     assert "job 4711 waits for has ended just now, Slurm cancels it: " in caplog.text
     assert "Slurm has no job that will complete it" in caplog.text
@@ -381,7 +383,8 @@ def test_the_last_merge_job_is_that_of_the_last_submission_also_where_ids_began_
     run.record_submission({**run.last_submission(), "submission": 2, "array_job": "12", "merge_job": "13"})
     line = run.submissions()[0]
     jobs = [queue.QueuedJob(job, "PENDING", "", queue.MERGE_NAME, "/", "") for job in ("13", line["merge_job"])]
-    monkeypatch.setattr(queue, "jobs_of", lambda run: jobs)
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): jobs)
+    monkeypatch.setattr(queue, "jobs_of", lambda run, among: among)
     assert Slurm().jobs_completing(run) == ("13",)
     jobs.append(queue.QueuedJob("9", "PENDING", "", queue.MERGE_NAME, "/", ""))  # by hand, and not recorded yet
     assert Slurm().jobs_completing(run) == ("9",)
