@@ -35,6 +35,7 @@ _MEDIA = frozenset({*_IMAGES, "tif", "tiff", "webp", *_AUDIO, *_VIDEO, "pdf"})
 
 FIELDS = ("path", "key", "name")
 _AT_ONCE, _OF_A_THREAD = 4096, 128
+_SECOND_NS = 10**9
 _LISTED = 4
 """The most patterns that an error message proposes."""
 
@@ -154,7 +155,10 @@ class FileRows:
 def _unchanged(line: Mapping[str, Any], shown: str, status: os.stat_result) -> Mapping[str, Any] | ItemError:
     if not stat.S_ISREG(status.st_mode):
         return ItemError(f"{shown} is not a regular file")
-    if (line["size_bytes"], line["mtime_ns"]) != (status.st_size, status.st_mtime_ns):
+    time_ns, now_ns = line["mtime_ns"], status.st_mtime_ns
+    # An archive, or another file system, may keep whole seconds only.
+    is_as_it_was = now_ns == time_ns or now_ns == time_ns - time_ns % _SECOND_NS
+    if status.st_size != line["size_bytes"] or not is_as_it_was:
         if line["size_bytes"] < 0:
             return ItemError(f"{shown} could not be read when the run was planned. Plan a new run with it")
         return ItemError(
