@@ -105,9 +105,9 @@ class Executor(ABC):
         return
 
     def learn(
-        self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any], n_tasks: int
+        self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any], asked: Submission
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
-        """Changes for the next submission, with `n_tasks` at once, because of failures of the `last` one.
+        """Changes for the next submission, `asked` for without options, because of failures of the `last` one.
 
         Returns the options of [slurm], the nodes to exclude, and a sentence for each change. `options` are those of the
         last submission, updated by those that the user has `given` now.

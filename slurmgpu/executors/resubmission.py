@@ -87,7 +87,7 @@ def next_submission(
     wanted = merge_tables(last["resources"], resources or {})
     asked = first_submission(wanted, max(1, run.plan.most_tasks(n_missing)), last["submission"] + 1)
     executor, so_far = executor_named(asked.executor), {**last["slurm"], **given}
-    options, exclude, notes = executor.learn(run, last, so_far, given, asked.n_concurrent)
+    options, exclude, notes = executor.learn(run, last, so_far, given, asked)
     submission = replace(
         asked,
         slurm=options,

@@ -85,10 +85,10 @@ class Slurm(Executor):
             )
 
     def learn(
-        self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any], n_tasks: int
+        self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any], asked: Submission
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
         """Exclude nodes that failed, and ask for more memory if it ran out."""
-        return slurm_adjustments.learn(run, last, options, given, n_tasks)
+        return slurm_adjustments.learn(run, last, options, given, asked)
 
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
         """The submission within MaxArraySize and MaxSubmitJobs."""

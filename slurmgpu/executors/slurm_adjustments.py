@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slurmgpu.report.attempts import AttemptRow, attempts_of, of_last_submission, ran_out_of_memory
@@ -19,7 +20,7 @@ MEMORY_FACTOR = 1.5
 
 
 def learn(
-    run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any], n_tasks: int
+    run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any], asked: Submission
 ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
     """The options, the nodes to exclude, and a sentence for each change: see `Executor.learn`."""
     exclude: list[str] = []
@@ -33,7 +34,8 @@ def learn(
     if ran_out_of_memory(attempts, of_items) and not MEMORY_OPTIONS & set(given):
         if last.get("by_hand") and _had(attempts):  # the script may ask for another amount than the run file
             options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
-        options, note = _with_more_memory(options, attempts, _factor(last, n_tasks), lambda asked: _room(asked, last))
+        factor = _factor(last, asked.n_concurrent)
+        options, note = _with_more_memory(options, attempts, factor, lambda more: _room(replace(asked, slurm=more)))
         notes.append(note)
     return options, exclude, notes
 
@@ -117,14 +119,10 @@ def _raised(
     return {**options, name: f"{most}M"}, f"Memory ran out: {name} is {most}M instead of {before}{at_most}."
 
 
-def _room(options: Mapping[str, Any], last: SubmissionLine) -> float:
+def _room(asked: Submission) -> float:
     """How many times the memory that a job asks for the largest node of its partitions has; infinite if unknown."""
-    n_tasks = last["resources"].get("tasks_per_node") or 1
-    job = Submission(
-        last["submission"], last["executor"], last["device"], n_tasks, n_tasks, last["gpus_per_task"],
-        last["gpu_type"], last["nodes_per_task"], n_tasks, options,
-    )  # fmt: skip
-    asked, known = nodes.memory_per_node(job), facts.read_nodes()
+    job = asked.sharing_nodes(asked.resources.get("tasks_per_node") or 1)
+    megabytes, known = nodes.memory_per_node(job), facts.read_nodes()
     rows = nodes.partitions_of(job, known)
     sizes = [size for row in rows for _, size in nodes.sizes_of_nodes(job, known, row["PartitionName"])]
-    return max(sizes) / asked if sizes and asked else math.inf
+    return max(sizes) / megabytes if sizes and megabytes else math.inf
