@@ -54,6 +54,6 @@ def own_python_path() -> dict[str, str]:
     given = os.environ.get("PYTHONPATH", "")
     homes = [part for part in given.split(os.pathsep) if part and Path(part, "slurmgpu", "__init__.py").exists()]
     found = homes[:1] or [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
-    if HOME in map(os.path.realpath, found):
+    if HOME in (os.path.realpath(part) for part in found if os.path.isabs(part)):  # a child may be in another folder
         return {}
     return {"PYTHONPATH": os.pathsep.join(part for part in (HOME, given) if part)}

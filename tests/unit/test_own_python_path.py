@@ -45,3 +45,12 @@ def test_the_folder_of_slurmgpu_comes_first_only_where_another_python_would_not_
     if given:
         monkeypatch.setenv("PYTHONPATH", path(given))
     assert packages.own_python_path() == ({"PYTHONPATH": path(added)} if added else {})
+
+
+def test_the_folder_of_slurmgpu_is_added_to_one_that_is_relative(folders, monkeypatch):
+    """Another Python may start in another folder: the one that reads a pickle starts beside the run file."""
+    home = str(folders / "clone")
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(packages, "HOME", home)
+    monkeypatch.setenv("PYTHONPATH", ".")
+    assert packages.own_python_path() == {"PYTHONPATH": f"{home}{os.pathsep}."}
