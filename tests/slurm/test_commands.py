@@ -225,6 +225,15 @@ def test_accounting_is_asked_for_the_jobs_of_this_cluster_alone(pretending, tmp_
     assert (tmp_path / "asked").read_text().endswith("--jobs 4711\n")
 
 
+def test_accounting_is_not_asked_for_the_jobs_of_the_run_that_one_was_copied_from(pretending, tmp_path):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    pretending("sacct", "echo '4711_0|RUNNING|300||gpu1|0:0|Unknown'")
+    assert accounting.accounting_of(run) is not None
+    run.record_submission({"submission": 1, "folder": "/elsewhere", "inode": 1})
+    assert run.submissions()[0]["copied"]
+    assert accounting.accounting_of(run) is None
+
+
 @pytest.mark.parametrize(
     ("state", "failure"),
     [
