@@ -272,6 +272,21 @@ def test_a_job_that_is_held_has_no_start_and_how_it_is_released_is_told(run, cap
     assert ("start estimated for" in shown) == (released is None)
 
 
+@pytest.mark.parametrize(
+    ("job_id", "per_node", "told"),
+    [
+        ("4711_[2-4%2]", 1, {"n_tasks": 3}),
+        ("4711_[2-4]", 2, {"n_tasks": 6, "tasks_per_node": 2}),
+        ("4711_2", 2, {"n_tasks": 2, "tasks_per_node": 2}),
+    ],
+)
+def test_a_job_of_the_queue_tells_how_many_tasks_it_has(job_id, per_node, told):
+    job = slurms_queue.QueuedJob(job_id, "PENDING", "Priority", "slurmgpu:run", "/", "x", start=NOW)
+    known = {"job_id": job_id, "state": "PENDING", "reason": "Priority", "start": NOW}
+    assert job.to_json(False, per_node) == {**known, **told}
+    assert job.to_json(True)["n_tasks"] == 0
+
+
 def test_a_run_that_was_just_submitted_again_waits_whatever_the_queue_said_before(ended_run):
     reader, queue = StatusReader(ended_run), [{**MERGE, "state": "RUNNING"}]
     assert reader.read(queue, now=NOW + 10)["state"] == "merging"
