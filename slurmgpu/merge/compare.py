@@ -20,7 +20,7 @@ from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import open_items
 from slurmgpu.merge.differences import distance_of, is_same
-from slurmgpu.merge.paired_tests import PairedTest, tests_of
+from slurmgpu.merge.paired_tests import PairedTest, right_verdicts, tests_of
 from slurmgpu.report.report_file import read_report
 from slurmgpu.results.published import Block, FileRows, Row, RunRows
 from slurmgpu.results.views import without_value
@@ -110,7 +110,7 @@ class Comparison:
         """The keys of `slurmgpu compare --json`."""
         found = {"format": COMPARISON_FORMAT, "version": COMPARISON_VERSION, "equal": self.equal, **asdict(self)}
         del found["dtypes"]
-        found["paired"] = {name: {**asdict(each), "p_value": each.p_value} for name, each in self.paired.items()}
+        found["paired"] = {name: each.to_json() for name, each in self.paired.items()}
         found["differences"] = [
             {**each._asdict(), "columns": {name: json_value(pair) for name, pair in each.columns.items()}}
             for each in self.differences
@@ -143,11 +143,7 @@ def compare(
         found = Comparison(Side(str(a)), Side(str(b)), key, tolerance)
         names = _common(found, one, other, columns)
         found.columns = {name: ColumnDifference() for name in names}
-        for side, source in ((found.a, one), (found.b, other)):
-            side.summary = _summary_of(source)
-        found.paired = tests_of(
-            names, *((each.columns, side.summary) for each, side in ((one, found.a), (other, found.b)))
-        )
+        found.paired = tests_of(names, *((each.columns, _right_verdicts_of(each)) for each in (one, other)))
         found.dtypes = {name: (one.columns[name].dtype, other.columns[name].dtype) for name in names if name != "error"}
         pairs = _by_index(one, other) if key is None else _by_key(found, one, other, key)
         for name_of_pair, row, its in pairs:
@@ -175,16 +171,16 @@ def _count(side: Side, row: Row | None, partner: Row | None, n_examples: int) ->
 
 
 def _describe(side: Side, source: Source) -> None:
-    """Note what a side lacks, once its rows are counted, if it is a run."""
+    """Note what a side lacks, once its rows are counted, and its summary, if it is a run."""
     if isinstance(source, RunRows):
         side.n_missing = source.run.plan.n_items - side.n_rows
         side.damaged = list(dict.fromkeys(source.problems))
+        report = read_report(source.run)
+        side.summary = report["summary"] if report else None
 
 
-def _summary_of(source: Source) -> Mapping[str, Any] | None:
-    """The summary in a run's last report; None without one."""
-    report = read_report(source.run) if isinstance(source, RunRows) else None
-    return report["summary"] if report else None
+def _right_verdicts_of(source: Source) -> frozenset[str]:
+    return right_verdicts(source.run.plan.settings) if isinstance(source, RunRows) else frozenset()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.differences import distance_of, is_same
 from slurmgpu.merge.merge import merge
 from slurmgpu.merge.paired_tests import PairedTest, sign_test
-from slurmgpu.report.report_file import report_path
 from slurmgpu.shards.columns import Array, Json, Ragged, Text
 from tests.support.published_runs import publish, published_run
 
@@ -381,25 +380,29 @@ def test_of_two_classifications_is_told_which_is_right_more_often(slurmgpu, tmp_
 
 
 def test_of_two_graded_runs_is_told_whose_answers_are_right_more_often(tmp_path):
-    """By the scores of judge, if its rubric says which are right: those of `rating` are no such scores."""
-    runs = []
-    for name, scores in (("one", [1, 1, 0, 1, None]), ("other", [1, 0, 0, math.nan, 1])):
+    """By the verdicts of judge, if its rubric says which are right: a score may be an expected value, such as 0.9."""
+    yes_no = {"measure": "accuracy", "values": {"yes": 1, "no": 0}}
+    correctness = {"measure": "accuracy", "values": {"correct": 1, "incorrect": 0}}
+
+    def graded(name, rubric, verdicts):
         columns = {"verdict": Text(), "score": Array("float32")}
-        rows = ["it failed" if each is None else {"verdict": "x", "score": each} for each in scores]
+        rows = ["it failed" if each is None else {"verdict": each, "score": 0.9} for each in verdicts]
         (tmp_path / name).mkdir()
-        (tmp_path / name / "items.jsonl").write_text("{}\n" * len(rows))
-        run = published_run(
-            tmp_path / name / "run", columns, rows, [0], input_file=tmp_path / name / "items.jsonl", shard_items=5
+        items = tmp_path / name / "items.jsonl"
+        items.write_text("{}\n" * len(rows))
+        made = published_run(
+            tmp_path / name / "run", columns, rows, [0], input_file=items, shard_items=5, settings={"rubric": rubric}
         )
-        merge(run)
-        runs.append(run)
-    folders = [run.folder for run in runs]
-    assert package.compare(*folders).paired == {}
-    for run in runs:
-        report = json.loads(report_path(run).read_text())
-        report_path(run).write_text(json.dumps({**report, "summary": {"n_right": 3, "accuracy": 0.6}}))
-    assert package.compare(*folders).paired == {"score": PairedTest(5, 2, 1)}
-    assert package.compare(folders[0], folders[1] / "merged.h5").paired == {}
+        merge(made)
+        return made.folder
+
+    one = graded("one", yes_no, ["yes", "yes", "no", "yes", None])
+    other = graded("other", correctness, ["correct", "incorrect", "incorrect", "", "correct"])
+    assert package.compare(one, other).paired == {"verdict": PairedTest(5, 2, 1)}
+    assert package.compare(one, other).to_json()["paired"]["verdict"].keys() == {"n", "n_only_a", "n_only_b", "p_value"}
+    assert package.compare(one, other.parent / "run" / "merged.h5").paired == {}
+    rated = graded("rated", {"measure": "mean", "values": {"yes": 1, "no": 0}}, ["yes"] * 5)
+    assert package.compare(one, rated).paired == {}
 
 
 @pytest.mark.parametrize("column", [Array("int64", (2,)), Array("int64"), Json()])

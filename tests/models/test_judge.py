@@ -310,6 +310,7 @@ def test_a_judge_of_sums_agrees_with_arithmetic_and_the_report_counts_it(project
     assert summary["truth_agreement_rate"] > 0.9
     assert summary["truth_kappa"] > 0.8
     assert "truth kappa" in shown
+    assert library.compare(folder / "run", folder / "run").paired["verdict"].n == 65
 
 
 @pytest.mark.model
