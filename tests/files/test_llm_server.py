@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +135,57 @@ def test_the_ends_and_the_parts_of_answers_are_those_of_all_servers(opened, monk
     assert refused.error == "the server ended the answer with 'tool_calls'"
     assert parts.text == "in parts"
     assert shapes.error.startswith("the server failed, with status 200: {")
+
+
+def replies_of(*choices, usage=None):
+    """Prompts that the small server answers with these choices."""
+    return [json.dumps({"choices": [choice], **({} if usage is None else {"usage": usage})}) for choice in choices]
+
+
+def test_reasoning_that_is_cut_is_no_answer(opened):
+    said = ("<think>\nhm, a", "\n<think>hm</think>\n\nb", "c")
+    texts = replies_of(*({"message": {"content": each}, "finish_reason": "length"} for each in said))
+    found = [(each.text, each.reasoning, each.finish_reason) for each in answers(opened(), *texts)]
+    assert found == [("", "hm, a", "length"), ("b", "hm", "length"), ("c", "", "length")]
+
+
+def test_refusals_calls_of_tools_and_replies_without_an_answer_are_errors(opened, monkeypatch):
+    monkeypatch.setattr(server_engine, "PAUSE_S", 0.01)
+    messages = (
+        {"content": None, "refusal": "I am sorry."},
+        {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"content": "four", "refusal": None, "tool_calls": []},
+        {"content": None},
+    )
+    texts = replies_of(*({"message": each, "finish_reason": "stop"} for each in messages))
+    # A piece of a stream, an error with status 200, and a number of tokens that is none.
+    texts += replies_of({"delta": {"content": "four"}, "finish_reason": "stop"})
+    texts += [json.dumps({"error": {"message": "no"}}), json.dumps({"choices": []})]
+    texts += replies_of({"message": {"content": "four"}, "finish_reason": "stop"}, usage={"prompt_tokens": np.inf})
+    refused, called, said, empty, *others = answers(opened(), *texts)
+    assert refused.error == "the model refuses to answer: I am sorry."
+    assert called.error == "the model calls a tool instead of answering"
+    assert [(each.text, each.error) for each in (said, empty)] == [("four", None), ("", None)]
+    assert all(each.error.startswith("the server failed, with status 200: ") for each in others)
+
+
+def test_an_answer_that_a_stop_text_cut_has_ended_by_it(opened):
+    """Of a server that ignores `stop`."""
+    texts = replies_of(*({"message": {"content": each}, "finish_reason": "length"} for each in ("a. b", "a b")))
+    found = answers(opened(), *texts, stop=(".",))
+    assert [(each.text, each.finish_reason) for each in found] == [("a", "stop"), ("a b", "length")]
+
+
+def test_an_answer_has_as_many_tokens_as_log_probabilities(opened):
+    """Of several answers in one row, n_tokens says where the log-probabilities of each end."""
+    ends = ({"content": []}, {"content": [{"logprob": -0.5}] * 2})
+    choices = [{"message": {"content": "a" * len(each["content"])}, "logprobs": each} for each in ends]
+    texts = replies_of(*({**each, "finish_reason": "stop"} for each in choices), usage={"completion_tokens": 3})
+    found = answers(opened(), *texts, logprobs=True)
+    assert [(each.logprobs.tolist(), each.n_tokens, each.error) for each in found] == [
+        ([], 0, None),
+        ([-0.5, -0.5], 2, None),
+    ]
 
 
 def test_an_answer_that_the_connection_loses_is_asked_for_again_of_the_same_server(opened, counts):
@@ -269,6 +321,30 @@ def test_a_running_server_is_asked_by_its_url_with_the_key_and_the_one_models_na
     nowhere = engine_options("small", {"engine": "server", "url": "http://127.0.0.1:9"})
     with pytest.raises(SlurmGPUError, match=r"the server there cannot be used: .*127.0.0.1:9 does not answer"):
         open_engine(nowhere, Place("cpu"))
+
+
+def test_a_web_page_at_the_url_is_no_server():
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>Log in</html>")
+
+        def do_POST(self):
+            self.do_GET()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as portal:
+        threading.Thread(target=portal.serve_forever).start()
+        there = engine_options("small", {"engine": "server", "url": f"http://127.0.0.1:{portal.server_port}"})
+        try:
+            with pytest.raises(SlurmGPUError, match="does not complete a prompt: status 200, <html>Log in</html>"):
+                open_engine(there, Place("cpu"))
+        finally:
+            portal.shutdown()
 
 
 def test_a_running_server_that_goes_away_is_waited_for(opened, monkeypatch):

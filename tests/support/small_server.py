@@ -2,10 +2,11 @@
 
 PORT may be the path of a unix socket. What a prompt says happens: "busy" is answered with 429 at first, "late" with
 503, "fails" with 500, "bad" with 400 always, "drops" once without an answer, and "deadly", or what the variable DEADLY
-says, ends the server; "mortal" ends the first one. The finish reason of "ends by WORD" is WORD, and the content of "in
-parts" and "in shapes" is a list. The file COUNTS, if that variable names one, gets a line for each start and each
-request, and servers whose number is in ENDS, as "1 3", end when they start. While there is a file UNHEALTHY, /health
-answers with 502; a number in the file AWAY is how many requests of all kinds are answered so, as by a proxy.
+says, ends the server; "mortal" ends the first one. The finish reason of "ends by WORD" is WORD, the content of "in
+parts" and "in shapes" is a list, and the answer to "{…}" is that JSON. The file COUNTS, if that
+variable names one, gets a line for each start and each request, and servers whose number is in ENDS, as "1 3", end when
+they start. While there is a file UNHEALTHY, /health answers with 502; a number in the file AWAY is how many requests of
+all kinds are answered so, as by a proxy.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(400, {"error": {"message": "the context has 16 tokens"}})
         else:
             time.sleep(float(os.environ.get("TAKES_S", "0")))
-            self.answer(200, self.completion(body, text, is_chat))
+            self.answer(200, json.loads(text) if text[0] == "{" else self.completion(body, text, is_chat))
 
     def completion(self, body, text, is_chat):
         said = f"{text} {body.get('seed', '')}".strip()

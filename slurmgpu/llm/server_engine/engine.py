@@ -149,11 +149,10 @@ class ServerEngine:
         if found.status == 404 and (served := self._served()) != self._name:
             self._name = served
             found = self._client.post(*self._body(probe), self._liveness.look)
-        if found.status != 200:
+        if found.status != 200 or self._parsed(probe, found) is None:
             raise SlurmGPUError(
                 f"The server at {self._client.url} does not complete a prompt: status {found.status}, {found.message}"
             )
-        self._parsed(probe, found)
 
     def _find(self) -> None:
         """Let the running server generate a token; SlurmGPUError if it does not."""
@@ -334,14 +333,16 @@ class ServerEngine:
         """The output in an answer; None if the answer has none."""
         try:
             choice, usage = reply.body["choices"][0], reply.body.get("usage") or {}
-            message = choice.get("message") or {"content": choice.get("text")}
+            message = choice.get("message") or {"content": choice["text"]}
             text = _text(message.get("content"))
             reasoning = _text(message.get("reasoning_content") or message.get("reasoning"))
             told = choice.get("finish_reason")
             n_prompt, n_said = (int(usage.get(f"{part}_tokens") or 0) for part in ("prompt", "completion"))
             logprobs = _logprobs(choice) if request.sampling.logprobs else None
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
             return None
+        if not text and (said := _no_answer(message)) is not None:
+            return Output(request.id, finish_reason="error", error=said)
         reason = FINISHED.get(told) if isinstance(told, str) else None
         if reason is None:
             return Output(request.id, finish_reason="error", error=f"the server ended the answer with {told!r}")
@@ -349,11 +350,13 @@ class ServerEngine:
             said = "the server returned no log-probabilities; set logprobs = false, or use another server"
             return Output(request.id, finish_reason="error", error=said)
         # A completion continues from all of its text, including reasoning.
-        if "message" in choice and not reasoning and THOUGHT in text:
+        if "message" in choice and not reasoning and (THOUGHT in text or text.lstrip().startswith(THINK)):
             reasoning, _, text = text.partition(THOUGHT)
             reasoning, text = reasoning.strip().removeprefix(THINK).strip(), text.lstrip("\n")
+        whole = text, reasoning
         for each in request.sampling.stop:
             text, reasoning = text.split(each)[0], reasoning.split(each)[0]
+        reason = reason if (text, reasoning) == whole else "stop"
         structure = request.sampling.structure
         if structure is not None and reason == "stop" and (ignored := response_format.problem(structure, text)):
             return Output(request.id, finish_reason="error", error=ignored)
@@ -364,7 +367,7 @@ class ServerEngine:
             logprobs=logprobs,
             n_prompt_tokens=n_prompt,
             finish_reason=reason,
-            count=n_said,
+            count=n_said if logprobs is None else len(logprobs),
         )
 
 
@@ -384,10 +387,17 @@ def _text(content: Any) -> str:
     return "".join(part["text"] for part in content)
 
 
+def _no_answer(message: Any) -> str | None:
+    """Why a message without text has none, if it says so."""
+    if message.get("refusal"):
+        return f"the model refuses to answer: {message['refusal']}"
+    return "the model calls a tool instead of answering" if message.get("tool_calls") else None
+
+
 def _logprobs(choice: Any) -> npt.NDArray[np.float32] | None:
     """The log-probability of each token: `content` of a chat, `token_logprobs` of a completion."""
     found = choice.get("logprobs") or {}
-    if found.get("content"):
+    if found.get("content") is not None:
         return np.array([each["logprob"] for each in found["content"]], np.float32)
     told = found.get("token_logprobs")
     return None if told is None else np.array(told, np.float32)
