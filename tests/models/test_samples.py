@@ -126,6 +126,8 @@ def test_a_third_and_three_ninths_are_a_tie_also_in_the_float32_of_weights():
     row = row_of(samples, {"paths": paths, "weights": weights}, scored_by(dict.fromkeys("789", 0.1)))
     assert (row["vote"], row["weighted_vote"]) == ("8", "8")
     assert vote(["a", "b"], [-2.0, -1.0]) == 1
+    assert vote(["a", "b"], [0.9999992, 0.9999999]) == 1  # sigmoids of 14 and 16: no rounding
+    assert vote(["a", "b"], [1.0, float("inf")]) == 1
     assert vote([None, None], [0.5, 0.5]) == -1
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-NO_LEAD = 1e-6
-"""The relative difference below which two weights of a vote are equal."""
+NO_LEAD = 2**-22
+"""The relative difference up to which two weights of a vote are equal: twice that of two sums of float32 weights."""
 
 Counts = npt.NDArray[np.int64]
 
@@ -65,16 +65,16 @@ def best_of(scores: Sequence[float]) -> int:
 def vote(answers: Sequence[str | None], weights: Sequence[Fraction | float]) -> int:
     """The index where the answer with the largest weight first appears (the first among equals); -1 without answers.
 
-    Weights that differ by less than a millionth are equal: those of a tree are read in float32, in which three times
-    a ninth is less than a third.
+    Weights that differ by `NO_LEAD` are equal: those of a tree are read in float32, in which three times a ninth is
+    less than a third.
     With equal weights it is the majority answer of the samples (Wang et al. 2023, arXiv:2203.11171).
     """
     votes: dict[str, Fraction | float] = {}
     for answer, weight in zip(answers, weights, strict=True):
         if answer is not None:
             votes[answer] = votes.get(answer, 0) + weight
-    most = float(max(votes.values(), default=0))
-    return next((answers.index(each) for each, won in votes.items() if won >= most - NO_LEAD * abs(most)), -1)
+    most = max(votes.values(), default=0)
+    return next((answers.index(each) for each, won in votes.items() if math.isclose(won, most, rel_tol=NO_LEAD)), -1)
 
 
 def vote_weights(scores: Sequence[float], *, is_raw: bool) -> list[float]:
