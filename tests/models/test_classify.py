@@ -74,7 +74,7 @@ class Table:
             values = np.array([found.get(choice, -np.inf) for choice in question.choices])
             n_tokens = np.array([max(1, len(choice.split())) for choice in question.choices])
             error = found.get("error")
-            yield Scores(question.id, values, n_tokens, 3, error)
+            yield Scores(question.id, values, n_tokens, error)
 
     def generate(self, requests):
         for request in requests:

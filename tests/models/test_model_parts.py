@@ -42,7 +42,7 @@ def test_what_engines_give_is_the_same_after_json():
     found = [
         Output(7, "a\udcff", "b", Generated((1, 2), (3,), "<x>"), tokens, thirds, 5, "length", None, None, 2),
         Output(8, error="too long", finish_reason="error", count=3),
-        Scores(9, np.array([-1 / 3, -np.inf]), np.array([1, 2]), 4),
+        Scores(9, np.array([-1 / 3, -np.inf]), np.array([1, 2])),
         HeadScores(1, np.array([[1 / 3, 2.0], [0.1, 5.0]]), 7, 1),
     ]
     for each in found:

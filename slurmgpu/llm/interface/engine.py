@@ -238,7 +238,6 @@ class Scores:
     id: int
     logprobs: npt.NDArray[np.float64]
     n_tokens: npt.NDArray[np.int64]
-    n_prompt_tokens: int = 0
     error: str | None = None
     n_truncated: int = 0
 
@@ -258,15 +257,11 @@ class Passage:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """ln p of each token of a passage, given all tokens before it in its window (float32), and the tokens (int32).
-
-    `n_prompt_tokens` come before them, including the tokenizer's beginning tokens.
-    """
+    """ln p of each token of a passage, given all tokens before it in its window (float32), and the tokens (int32)."""
 
     id: int
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    n_prompt_tokens: int = 0
     error: str | None = None
 
 

@@ -102,7 +102,7 @@ def scores_of(asked: Asked, logprobs: npt.NDArray[np.float64]) -> Scores:
     """The scores of a question, from the log-probabilities (choice,) that an answer begins with a choice's tokens."""
     n_tokens = np.array([len(choice) for choice in asked.choices], np.int64)
     found = exclusive(asked.choices, logprobs)
-    return Scores(asked.question.id, found, n_tokens, asked.n_prompt_tokens, n_truncated=asked.n_truncated)
+    return Scores(asked.question.id, found, n_tokens, n_truncated=asked.n_truncated)
 
 
 def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -136,7 +136,7 @@ def _refuse_same(asked: Asked) -> None:
             raise PromptError(f"{one!r} and {other!r} have the same tokens in this model; expected texts that differ")
 
 
-def failed(question: Question, error: str, n_prompt_tokens: int = 0) -> Scores:
+def failed(question: Question, error: str) -> Scores:
     """The scores of a question with an error."""
     none = np.full(len(question.choices), np.nan)
-    return Scores(question.id, none, np.zeros(len(question.choices), np.int64), n_prompt_tokens, error)
+    return Scores(question.id, none, np.zeros(len(question.choices), np.int64), error)

@@ -78,7 +78,7 @@ class _Asked:
         tokens = np.array(self.tokens[self.n_before :], np.int32)
         if problem is None and len(logprobs) != len(tokens):
             raise RuntimeError(f"{len(logprobs)} of {len(tokens)} tokens have a log-probability")
-        return Likelihood(self.id, logprobs, tokens, self.n_before, problem)
+        return Likelihood(self.id, logprobs, tokens, problem)
 
 
 def tokens_of(passage: Passage, codec: Codec, context: int) -> tuple[Tokens, int]:

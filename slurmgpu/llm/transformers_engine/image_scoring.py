@@ -74,7 +74,7 @@ class ImageScorer:
         for number, (each, _) in enumerate(asked):
             if number in too_large:
                 said = f"out of memory for this prompt alone, which has {each.n_prompt_tokens} tokens"
-                yield failed(each.question, said, each.n_prompt_tokens)
+                yield failed(each.question, said)
             else:
                 yield scores_by_token(each, known[number])
 

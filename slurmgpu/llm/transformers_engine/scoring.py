@@ -69,7 +69,7 @@ class Scorer:
             asked = asked[n_taken:]
             if found is None:
                 error = f"out of memory for this prompt alone, which has {batch[0].n_prompt_tokens} tokens"
-                yield failed(batch[0].question, error, batch[0].n_prompt_tokens)
+                yield failed(batch[0].question, error)
             else:
                 self._budget.succeed()
                 yield from found

@@ -128,7 +128,7 @@ class VllmEngine:
             known[number].update({(prefix, token): found[token].logprob for token in ids})
         for number, each in enumerate(asked):
             if number in problems:
-                yield failed(each.question, problems[number], each.n_prompt_tokens)
+                yield failed(each.question, problems[number])
             else:
                 yield scores_by_token(each, known[number])
 
