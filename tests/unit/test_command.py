@@ -1520,6 +1520,11 @@ def test_tables_and_dates_that_pandas_writes_are_those_that_it_read(tmp_path, mo
         ("created_at", 1543190400000, 1700000000, False),
         ("date", "2026-11-26", "Nov 26, 2026", False),  # a script that reads dates
         ("text", 1700000000, "Nov 26, 2026", False),
+        ("day", datetime.date(2026, 11, 26), "2026-11-26", True),
+        ("seen", datetime.datetime(2026, 11, 26, 8, tzinfo=datetime.timezone.utc), "2026-11-26T09:00:00+01:00", True),
+        ("seen", datetime.datetime(2026, 11, 26, 8), "2026-11-26 08:00:00", True),
+        ("seen", datetime.datetime(2026, 11, 26, 8), "2026-11-26", False),
+        ("tag", datetime.date(2026, 11, 26), "Nov 26, 2026", False),
     ],
 )
 def test_a_value_that_is_written_in_another_way_is_the_items_and_another_is_not(name, value, given, is_same):

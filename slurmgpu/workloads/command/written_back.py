@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-from datetime import datetime, timedelta, timezone
+from datetime import date, datetime, timedelta, timezone
 from typing import Any
 
 from slurmgpu.workloads.command.items_file import BOOLEANS, as_field
@@ -31,6 +31,8 @@ def is_written_back(name: str, value: Any, given: Any) -> bool:
         return len(value) == len(given) and all(is_written_back("", *pair) for pair in zip(value, given, strict=True))
     if isinstance(value, dict) and isinstance(given, dict):
         return given.keys() <= value.keys() and all(is_written_back(key, value[key], given.get(key)) for key in value)
+    if isinstance(value, date):  # of Parquet, from the text that the item has
+        value = value.isoformat()
     one, other = map(_without_space, (as_field(value), as_field(given)))
     if one in ("", "NaN", _without_space(str(given)), other) or (one == "NA" and not other):
         return True
@@ -50,8 +52,8 @@ def _amount(text: str) -> float | None:
     with contextlib.suppress(ValueError):
         return float(text)
     with contextlib.suppress(ValueError):
-        date = datetime.fromisoformat(text.removesuffix("Z"))  # which Python 3.10 does not read
-        since = (date if date.tzinfo else date.replace(tzinfo=timezone.utc)) - _EPOCH
+        moment = datetime.fromisoformat(text.removesuffix("Z"))  # which Python 3.10 does not read
+        since = (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)) - _EPOCH
         return float(since // timedelta(milliseconds=1))
     return None
 
