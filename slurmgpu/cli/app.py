@@ -375,11 +375,11 @@ def export(
     with_items: options.WithItemsOption = False,
     trust: options.TrustOption = False,
 ) -> None:
-    """Write the rows as JSONL, CSV, Parquet, or for Python.
+    """Write the rows as JSONL, CSV, TSV, Parquet, or for Python.
 
     --format hf writes a Hugging Face data set, and pt writes tensors. A running run gives the rows that are published
     so far; the command says how many items have none. The folder of a sweep gives the rows of all runs with the
-    values that vary, as JSONL or CSV. A merged file that was copied out of its run needs no run directory.
+    values that vary, as JSONL, CSV or TSV. A merged file that was copied out of its run needs no run directory.
 
     \b
       slurmgpu export runs/judge -o scores.parquet

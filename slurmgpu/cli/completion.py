@@ -21,7 +21,7 @@ PROBE = "-probe"
 """The suffix of a probe's run directory: `operations.probe.SUFFIX`, without importing pydantic."""
 FAULTS = ("kill@", "preempt@", "timeout", "oom@", "cuda_oom@", "error@", "crash@", "damage@")
 """The beginnings of the faults in `slurmgpu.faults`."""
-FORMATS = ("jsonl", "csv", "parquet", "hf", "pt")
+FORMATS = ("jsonl", "csv", "tsv", "parquet", "hf", "pt")
 """The formats of `slurmgpu.merge.export`, without importing NumPy."""
 TASK = re.compile(r"\w[\w.@-]*\.json")
 """The names of records; another name may be a command for the shell that completes it."""

@@ -132,9 +132,8 @@ def export(
         return retried(lambda: cause_raised(lambda: _export(source, format, path, chosen)), BRIEF_PATIENCE_S)
     with _opened(source) as rows:
         if format in FORMATS and format not in (*LINE_FORMATS, *_own_formats(rows)):
-            formats = " or ".join(LINE_FORMATS)
             raise SlurmGPUError(
-                f"Format {format!r} cannot be written to a stream, only to a file; a stream takes {formats}."
+                f"Format {format!r} cannot be written to a stream, only to a file; a stream takes {OF_LINES}."
             )
         exported = _write(rows, format, output, chosen)
         output.flush()
@@ -386,6 +385,8 @@ LINE_FORMATS: Mapping[str, Callable[[PlainRows, IO[bytes]], int]] = {
     "tsv": partial(_write_csv, delimiter="\t"),
 }
 """Writers of chosen columns and rows, row by row, also to a stream; each returns the number of rows."""
+OF_LINES = "{}, {} or {}".format(*LINE_FORMATS)
+"""Their names in words."""
 FOLDER = "hf"
 """The format that makes a folder."""
 FORMATS = (*LINE_FORMATS, "parquet", FOLDER, "pt")

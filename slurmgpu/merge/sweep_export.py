@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.beside_items import PREFIX, BesideItems, fields_among, refuse_bare_fields, refuse_unknown_fields
-from slurmgpu.merge.export import LINE_FORMATS, Exported, refuse_output
+from slurmgpu.merge.export import LINE_FORMATS, OF_LINES, Exported, refuse_output
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection, check_names
 from slurmgpu.run.directory import Run
@@ -59,7 +59,7 @@ def export_sweep(
     in its rows.
     """
     if format not in LINE_FORMATS:
-        raise SlurmGPUError(f"The rows of a sweep can be written as {' or '.join(LINE_FORMATS)}, not as {format!r}.")
+        raise SlurmGPUError(f"The rows of a sweep can be written as {OF_LINES}, not as {format!r}.")
     if not isinstance(output, Path):
         return _written(folder, format, output, columns, where)
     path = output

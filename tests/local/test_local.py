@@ -955,7 +955,7 @@ def test_export_writes_every_row(slurmgpu, faulty):
     assert slurmgpu("export", "run", "--format", "csv", "-o", "-", cwd=folder, expect=0).stdout.startswith("index,")
     assert not (folder / "-").exists()
     said = slurmgpu("export", "run", "--format", "parquet", "-o", "-", cwd=folder, expect=2).stderr
-    assert "Format 'parquet' cannot be written to a stream, only to a file; a stream takes jsonl or csv or tsv." in said
+    assert "Format 'parquet' cannot be written to a stream, only to a file; a stream takes jsonl, csv or tsv." in said
 
 
 def test_the_merged_file_of_a_run_is_the_input_of_the_next(project, slurmgpu, complete):

@@ -158,7 +158,7 @@ def test_runs_that_are_not_there_are_named_and_so_are_those_that_lack_rows(copie
 
 
 def test_the_rows_of_a_sweep_take_formats_of_lines_only(folder):
-    with pytest.raises(SlurmGPUError, match="can be written as jsonl or csv or tsv, not as 'parquet'"):
+    with pytest.raises(SlurmGPUError, match="can be written as jsonl, csv or tsv, not as 'parquet'"):
         export_sweep(folder, "parquet", io.BytesIO(), (), None)
 
 

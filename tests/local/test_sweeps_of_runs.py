@@ -74,7 +74,7 @@ def test_one_submit_computes_a_run_for_each_combination(swept, slurmgpu):
     assert (swept / "all.csv").read_text().splitlines() == [
         "run,index,input", "items_faults-1,2,items.jsonl", "others_faults-1,2,others.jsonl",
     ]  # fmt: skip
-    assert "as jsonl or csv or tsv, not as 'pt'" in slurmgpu("export", "run", "a.pt", cwd=swept, expect=2).stderr
+    assert "as jsonl, csv or tsv, not as 'pt'" in slurmgpu("export", "run", "a.pt", cwd=swept, expect=2).stderr
     assert "no column 'inputs'" in slurmgpu("export", "run", "a.csv", "--columns", "inputs", cwd=swept, expect=2).stderr
 
 
