@@ -74,22 +74,15 @@ OF_A_GROUP = {
 
 
 def inherited_environment() -> dict[str, str]:
-    """The worker's environment without the array of tasks, a group of processes, and the task's folder on PYTHONPATH.
+    """The worker's environment without the array of tasks, and without a group of processes.
 
     A script that takes its part of an input by SLURM_ARRAY_TASK_ID would take a part of each slice, and so would one
-    that does so by a RANK that the submitting shell had; a group of one harms nothing. The folder goes if slurmgpu is
-    installed: a program with another Python would import NumPy and other packages from there.
+    that does so by a RANK that the submitting shell had; a group of one harms nothing.
     """
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("RANK", "0") == "0"
     left_out = set() if is_alone else OF_A_GROUP
-    environ = {
+    return {
         name: value
         for name, value in os.environ.items()
         if name not in left_out and not name.startswith("SLURM_ARRAY_")
     }
-    home = Path(__file__).resolve().parents[3]
-    first, _, rest = environ.get("PYTHONPATH", "").partition(os.pathsep)
-    if first == str(home) and home.name in {"site-packages", "dist-packages"}:
-        del environ["PYTHONPATH"]
-        environ |= {"PYTHONPATH": rest} if rest else {}
-    return environ
