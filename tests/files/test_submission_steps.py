@@ -173,8 +173,8 @@ def test_the_next_submission_keeps_what_the_last_one_had_unless_something_else_i
     last["resources"] = {**last["resources"], "executor": "local", "gpus": 0}
     monkeypatch.setattr(Run, "last_submission", lambda run: last)
 
-    def learn(run, last, options, given, n_tasks):
-        return options, [*last["exclude"], "gpu2"], [f"learnt with {given} for {n_tasks}"]
+    def learn(run, last, options, given, asked):
+        return options, [*last["exclude"], "gpu2"], [f"learnt with {given} for {asked.n_tasks}"]
 
     monkeypatch.setattr(resubmission, "executor_named", lambda name: SimpleNamespace(learn=learn, queues=False))
     found, notes = resubmission.next_submission(run, round=2)
