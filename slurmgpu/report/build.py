@@ -212,7 +212,7 @@ def _version(run: Run, lines: Sequence[SubmissionLine], digest: str | None, n_it
     used = {number: code for number, code in found.items() if code is not None and code["digest"] == digest}
     last: Mapping[str, Any] = next(reversed(used.values()), {})
     files = None
-    if digest is not None:
+    if digest is not None and (used or not run.plan.extends):  # else it is in the run that this one extends
         try:
             files = {file.name: file.digest for file in snapshots.read(run.folder, digest, with_sources=False).files}
         except SlurmGPUError as error:

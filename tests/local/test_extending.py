@@ -92,6 +92,34 @@ class Keeps(Rows):
 '''
 
 
+LENGTHS = """
+from slurmgpu import Array
+
+class Lengths:
+    columns = {"n": Array("int64")}
+    batch_size = 4
+
+    def __call__(self, items):
+        return [{"n": len(item["text"])} for item in items]
+"""
+
+
+def test_the_code_of_rows_that_were_taken_is_not_looked_for_here(tmp_path, caplog):
+    """The warning said that resubmit takes a new snapshot, which these rows do not need."""
+    (tmp_path / "lengths.py").write_text(LENGTHS)
+    (tmp_path / "slurmgpu.toml").write_text(
+        'input = "a.jsonl"\nshard_items = 4\n[workload]\nuse = "lengths.py:Lengths"\n'
+    )
+    (tmp_path / "a.jsonl").write_text(lines(0, 8))
+    [before] = submit(tmp_path, "old").report()["code"]
+    (tmp_path / "lengths.py").write_text(LENGTHS.replace("len(", "1 * len("))
+    (tmp_path / "a.jsonl").write_text(lines(0, 12))
+    found = submit(tmp_path, "more", extend=tmp_path / "old").report()["code"]
+    assert [(each["items"], each["files"] is None) for each in found] == [(8, True), (4, False)]
+    assert found[0]["digest"] == before["digest"] != found[1]["digest"]
+    assert "cannot be used" not in caplog.text
+
+
 def test_files_that_a_workload_keeps_for_a_row_come_with_it(old):
     with open(old / "workloads.py", "a") as file:
         file.write(KEEPS)
