@@ -19,10 +19,16 @@ def learn(run, last, options, given, n_tasks, **resources):
     return slurm_adjustments.learn(run, last, options, given, asked)
 
 
-@pytest.fixture
-def ran_out(tmp_path, monkeypatch):
-    """A run in which an item lacked host memory."""
+@pytest.fixture(autouse=True)
+def unknown_nodes(monkeypatch):
+    """Nothing is known of nodes and accounting, also while a cluster of other tests runs."""
+    monkeypatch.setattr(facts, "read_nodes", lambda: Facts(config={}))
     monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+
+
+@pytest.fixture
+def ran_out(tmp_path):
+    """A run in which an item lacked host memory."""
     run = pretend_run(tmp_path / "run", 10_000)
     change(run, run.attempts()[0]["attempt"], failed=[[2, {"host_oom": 1}]])
     return run
@@ -32,8 +38,7 @@ def ran_out(tmp_path, monkeypatch):
     ("failed", "memory"),
     [([], None), ([[2, {"cuda_oom": 1}]], None), ([[2, {"item_error": 1, "host_oom": 1}]], "96000M")],
 )
-def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, monkeypatch, failed, memory):
-    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+def test_an_item_that_lacked_host_memory_gets_half_as_much_again(tmp_path, failed, memory):
     run = pretend_run(tmp_path / "run", 10_000)
     change(run, run.attempts()[0]["attempt"], failed=failed)
     options, _, notes = learn(run, run.last_submission(), {}, {}, 1)
@@ -99,8 +104,7 @@ def test_a_task_that_shared_a_job_is_not_given_less_than_the_job_had(ran_out, n_
     assert learn(ran_out, last, {"mem": "500M"}, {}, n_tasks)[0] == {"mem": mem}
 
 
-def test_half_as_much_again_is_reckoned_from_the_largest_of_different_nodes(tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+def test_half_as_much_again_is_reckoned_from_the_largest_of_different_nodes(tmp_path):
     run = pretend_run(tmp_path / "run", 60, n_tasks=3)
     for task, memory_mb in enumerate((32_000, 64_000, None)):
         change(run, f"4711_{task}.0", failed=[[2, {"host_oom": 1}]], memory_mb=memory_mb)
@@ -125,8 +129,7 @@ def test_memory_that_cannot_be_raised_is_told(ran_out):
     assert learnt({}) == ["Memory ran out, but the amount is unknown: set mem in [slurm], or --slurm mem=…"]
 
 
-def test_a_user_who_names_nodes_has_the_last_word(tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+def test_a_user_who_names_nodes_has_the_last_word(tmp_path):
     run = pretend_run(tmp_path / "run", 60, n_tasks=1)
     change(run, "4711_0.0", state="ended", ended=BEGIN + 60, failure="gpu_fault", bad_node="gpu7")
     last = {**run.last_submission(), "exclude": ["gpu1"]}
@@ -145,10 +148,7 @@ def test_a_user_who_names_nodes_has_the_last_word(tmp_path, monkeypatch):
         (True, None, {"mem_per_gpu": "1200M"}),
     ],
 )
-def test_after_a_script_by_hand_more_is_asked_for_than_its_job_had_if_that_is_known(
-    tmp_path, monkeypatch, by_hand, had, asks
-):
-    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
+def test_after_a_script_by_hand_more_is_asked_for_than_its_job_had_if_that_is_known(tmp_path, by_hand, had, asks):
     run = pretend_run(tmp_path / "run", 10_000)
     for record in run.attempts():
         change(run, record["attempt"], failed=[[2, {"host_oom": 1}]], memory_mb=had)
@@ -168,11 +168,8 @@ def test_after_a_script_by_hand_more_is_asked_for_than_its_job_had_if_that_is_kn
         ("gpu_fault", "123", {"failure": "lost"}, ["gpu1", "gpu2"]),
     ],
 )
-def test_nodes_that_fail_alike_are_excluded_only_if_another_node_works(
-    tmp_path, monkeypatch, failure, nodes, third, excluded
-):
+def test_nodes_that_fail_alike_are_excluded_only_if_another_node_works(tmp_path, failure, nodes, third, excluded):
     """Two tasks failed and blame their nodes, the third one does not blame its own."""
-    monkeypatch.setattr(slurm_adjustments, "accounting_of", lambda run: {})
     run = pretend_run(tmp_path / "run", 60, n_tasks=3)
     for task, node in enumerate(nodes):
         told = {"failure": failure, "bad_node": f"gpu{node}"} if task < 2 else third
