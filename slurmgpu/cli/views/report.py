@@ -24,24 +24,11 @@ from slurmgpu.cli.views.columns import (
 from slurmgpu.code.versions import are_told
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.loader.names import title_of
-from slurmgpu.report.attempts import (
-    IDLE_PERCENT,
-    AttemptRow,
-    in_task_order,
-    node_of,
-    outcome_of,
-)
+from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, node_of, outcome_of
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.next_step import next_step
 from slurmgpu.report.origin import origin_in_words, origin_of
-from slurmgpu.report.report_file import (
-    FailedItem,
-    Hole,
-    Report,
-    every_item_failed,
-    faults_of,
-    last_death,
-)
+from slurmgpu.report.report_file import FailedItem, Hole, Report, every_item_failed, faults_of, last_death
 from slurmgpu.report.versions import versions_in_words
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import without_numbers
